@@ -106,9 +106,11 @@ def work() -> dict[Call, list[Variant]]:
 def mod_work() -> dict[Call, list[Variant]]:
     """All calls with score_mod, mask_mod, bias, sinks and dropout, by both families of kernels, and their kernels."""
     ways = [(case, how) for case, hows in cases.mod_cases() for how in hows]
-    generic = [(case, how + BACKWARDS) for case, how in ways if isinstance(case.of, Case) and how not in ALGORITHMS[1:]]
+    generic = [
+        (case, how + BACKWARDS) for case, how in ways if isinstance(case.case, Case) and how not in ALGORITHMS[1:]
+    ]
     # why packed alone: they reach all of these kernels.
-    few = [(case, how) for case, how in ways if case.of.name.startswith("few_") and case.of.place_q == "packed"]
+    few = [(case, how) for case, how in ways if case.case.name.startswith("few_") and case.case.place_q == "packed"]
     calls = [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
     return {(device.query(0), *call): variants_of(mod_plans(*call)) for call in calls}
 
@@ -148,9 +150,9 @@ def variants() -> list[Variant]:
     found = _reached(work() | mod_work())
     lse = ArraySpec.contiguous((1, 1, 1), "float32")
     states = [[ArraySpec.contiguous((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
-    made = [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
+    made = [plan(Problem.from_specs(merge_op(1), specs, Options()), device.query(0)) for specs in states]
     caches = [[row] * 4 + [ArraySpec.contiguous((1,), "int32")] for row, _ in states]
-    made += [plan(Problem.of(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
+    made += [plan(Problem.from_specs(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
     return list(dict.fromkeys([*found, *variants_of(made)]))
 
 

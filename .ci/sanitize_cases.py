@@ -21,7 +21,7 @@ from cuflash.testing import functions
 from cuflash.testing.cases import Case
 from cuflash.testing.functions import Maker
 from cuflash.testing.mods import bounds_case
-from cuflash.testing.sequences import FAR, Made, Sequences, made, shaped
+from cuflash.testing.sequences import FAR, Sequences, VarlenArrays, shaped, varlen_arrays
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
@@ -108,22 +108,24 @@ def wild(arguments: Mapping[str, Any], seed: int) -> dict[str, Any]:
 class SequenceCase:
     """Sequences of several lengths. wide: out in float32. wild: half of the integers on the device are wrong."""
 
-    of: Sequences
+    case: Sequences
     wide: bool = False
     wild: bool = False
     num_splits: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.of.dtype}_{self.of.dims[0]}_{self.of.dims[1]}_{self.of.name}{'_wild' if self.wild else ''}"
+        return (
+            f"{self.case.dtype}_{self.case.dims[0]}_{self.case.dims[1]}_{self.case.name}{'_wild' if self.wild else ''}"
+        )
 
     @property
     def out_dtype(self) -> str:
-        return "float32" if self.wide else self.of.dtype
+        return "float32" if self.wide else self.case.dtype
 
     def arguments(self) -> dict[str, Any]:
         """All arguments of `cuflash.forward` in NumPy."""
-        drawn, more = made(self.of), self._varlen_kwargs() | {"out_dtype": self.out_dtype}
+        drawn, more = varlen_arrays(self.case), self._varlen_kwargs() | {"out_dtype": self.out_dtype}
         return (wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()) | more
 
     def _varlen_kwargs(self) -> dict[str, Any]:
@@ -132,14 +134,14 @@ class SequenceCase:
     @cache  # noqa: B019 (few cases)
     def problem(self, op: str = "forward", **more: Any) -> Problem:
         """The `Problem` of a public call with these and `more` arguments."""
-        given, whole = shaped(self.of).arguments() | self._varlen_kwargs(), VARLEN_OPS[op]
+        given, whole = shaped(self.case).arguments() | self._varlen_kwargs(), VARLEN_OPS[op]
         specs = {name: NUMPY.spec(name, x) for name, x in given.items() if isinstance(x, np.ndarray)}
         if op == "forward":
             more["out_dtype"] = self.out_dtype
         if op == "backward":
-            specs["out"] = ArraySpec.contiguous((*given["q"].shape[:-1], self.of.dims[1]), self.out_dtype)
+            specs["out"] = ArraySpec.contiguous((*given["q"].shape[:-1], self.case.dims[1]), self.out_dtype)
         options = {name: x for name, x in given.items() if name in Options._fields}
-        return Problem.of(whole, [specs.get(name) for name in whole.names], Options(**options, **more))
+        return Problem.from_specs(whole, [specs.get(name) for name in whole.names], Options(**options, **more))
 
 
 def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
@@ -222,25 +224,25 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
 class ModCase:
     """A call with score_mod, mask_mod, bias, sinks or dropout. of: a dense problem, or sequences of several lengths."""
 
-    of: Case | Sequences
+    case: Case | Sequences
     make: Maker
 
     @property
     def name(self) -> str:
-        dims = (self.of.head_dim, self.of.head_dim_v) if isinstance(self.of, Case) else self.of.dims
-        return f"mods_{self.of.dtype}_{dims[0]}_{dims[1]}_{self.of.name}"
+        dims = (self.case.head_dim, self.case.head_dim_v) if isinstance(self.case, Case) else self.case.dims
+        return f"mods_{self.case.dtype}_{dims[0]}_{dims[1]}_{self.case.name}"
 
     def arguments(
-        self, put: Callable[[Any], Any], make: Callable[[Sequences], Made] = made
+        self, put: Callable[[Any], Any], make: Callable[[Sequences], VarlenArrays] = varlen_arrays
     ) -> tuple[dict[str, Any], tuple[Any, ...]]:
         """All arguments of `cuflash.forward`, and the arrays that have gradients in backward.
 
-        make: what makes q, k and v of several lengths: `made`, or `shaped`.
+        make: what makes q, k and v of several lengths: `varlen_arrays`, or `shaped`.
         """
-        if isinstance(self.of, Case):
-            arguments, mods = dense_arguments(self.of), self.make(put, self.of)
+        if isinstance(self.case, Case):
+            arguments, mods = dense_arguments(self.case), self.make(put, self.case)
         else:
-            drawn = make(self.of)
+            drawn = make(self.case)
             arguments, mods = drawn.arguments(), self.make(put, bounds_case(drawn))
         grads = mods.pop("captured_grads", ())
         return put_all(arguments, put) | mods, grads

@@ -163,7 +163,7 @@ def run(part: str, options: argparse.Namespace, versions: list[ModuleType], tree
         checks.compile_ahead(versions, [cell.trial for cell in chosen])
         return calls.run_speed(versions, chosen, options.rounds, options.seconds, options.peers and part == "mods")
     if part == "outputs":
-        trials = [checks.Trial.of(seed) for seed in range(options.seed, options.seed + options.problems)]
+        trials = [checks.Trial.drawn(seed) for seed in range(options.seed, options.seed + options.problems)]
         if on_gpu:
             checks.compile_ahead(versions, trials)
         return checks.run_outputs(versions, trials, on_gpu)

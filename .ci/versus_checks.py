@@ -98,7 +98,7 @@ class Trial(NamedTuple):
     seed: int = 0
 
     @classmethod
-    def of(cls, seed: int) -> Trial:
+    def drawn(cls, seed: int) -> Trial:
         """Makes the random problem of this seed."""
         from cuflash.testing.draw import Draw
 

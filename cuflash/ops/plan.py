@@ -157,7 +157,7 @@ def plan(
             for name, x in zip(names, call.inputs_with(seed), strict=True)
         }
         whole = call.op
-    problem = Problem.of(whole, [specs.get(name) for name in whole.names], options)
+    problem = Problem.from_specs(whole, [specs.get(name) for name in whole.names], options)
     return make_plan(problem, _device(device, problem, isinstance(q, SHAPES)), misaligned)
 
 

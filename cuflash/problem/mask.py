@@ -21,7 +21,7 @@ class Mask(NamedTuple):
     hi: int
 
     @classmethod
-    def of(
+    def from_options(
         cls,
         seqlen_q: int,
         seqlen_k: int,

@@ -54,7 +54,7 @@ class Problem(NamedTuple):
     misaligned: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, op: Op, specs: Specs, options: Options) -> Problem:
+    def from_specs(cls, op: Op, specs: Specs, options: Options) -> Problem:
         """Validates a call: the specs of the op's operands in their order, and the keyword arguments as given.
 
         Operands at the end that are left out, and those that are None but are not optional, are dense.
@@ -89,11 +89,11 @@ class Problem(NamedTuple):
             varlen = None
         else:
             # why: gradients of rows that nobody uses are 0 wherever they go.
-            varlen = SeqlenInfo.of(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
+            varlen = SeqlenInfo.from_layout(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
             axes = {**places, **lengths}
         arguments = options.causal, options.window_size, options.diagonal_offset
-        mask = Mask.of(lengths["seqlen_q"], lengths["seqlen_k"], *arguments)
+        mask = Mask.from_options(lengths["seqlen_q"], lengths["seqlen_k"], *arguments)
         if band is not None:
             mask = mask.within(band)
             varlen = None if varlen is None else varlen.within(band)
@@ -307,7 +307,7 @@ def _of_states(op: Op, specs: Specs) -> Problem:
     results = first.with_packed_strides(), lses[0].with_packed_strides()
     lengths = b, s, 0, h, h, 0, d
     return Problem(
-        op, *lengths, first.dtype, Mask.of(s, 0), Options(), first.device, first.library, (*shapes, *results)
+        op, *lengths, first.dtype, Mask.from_options(s, 0), Options(), first.device, first.library, (*shapes, *results)
     )
 
 
@@ -319,7 +319,7 @@ def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
     lengths = itemgetter("batch", "rows_q", "rows_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")(axes)
     varlen = SeqlenInfo(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
     of_cache = cache.device, cache.library
-    return Problem._make((op, *lengths, cache.dtype, Mask.of(0, 0), options, *of_cache, checked, varlen, ()))
+    return Problem._make((op, *lengths, cache.dtype, Mask.from_options(0, 0), options, *of_cache, checked, varlen, ()))
 
 
 def _of_block_mask(op: Op, specs: Specs) -> Problem:
@@ -328,6 +328,6 @@ def _of_block_mask(op: Op, specs: Specs) -> Problem:
     like: Any = checked[0]
     batch, heads, seqlen_q, seqlen_k = sizes
     options = _unmasked(Options().validated(OptionContext(1, "float32")))
-    mask = Mask.of(seqlen_q, seqlen_k)
+    mask = Mask.from_options(seqlen_q, seqlen_k)
     fields = batch, seqlen_q, seqlen_k, heads, heads, 0, 0, "float32", mask, options, like.device, like.library
     return Problem(op, *fields, checked, lengths)

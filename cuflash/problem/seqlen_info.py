@@ -50,7 +50,7 @@ class SeqlenInfo(NamedTuple):
     zeros_unused: bool = True  # whether rows of results that belong to no sequence or are not used become 0
 
     @classmethod
-    def of(cls, places: Mapping[str, Any], options: Options, zeros_unused: bool) -> SeqlenInfo:
+    def from_layout(cls, places: Mapping[str, Any], options: Options, zeros_unused: bool) -> SeqlenInfo:
         """Places as `varlen_layout` gives them, and judged options."""
         left, right = options.window_size
         right = 0 if options.causal else right

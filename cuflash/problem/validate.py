@@ -35,7 +35,7 @@ def validated(op: Op, specs: Iterable[ArraySpec | None], options: Options) -> Va
             check_output(operand.called, spec)  # why here: the problem sees the copy
     pairs = zip(all_specs, needs_copy, strict=True)
     read = [spec.with_packed_strides() if spec is not None and copy else spec for spec, copy in pairs]
-    return ValidatedCall(Problem.of(op, read, options), tuple(needs_copy), all_specs)
+    return ValidatedCall(Problem.from_specs(op, read, options), tuple(needs_copy), all_specs)
 
 
 def overlap_ranges(call: ValidatedCall) -> list[tuple[int, int, int, int]]:

@@ -90,7 +90,7 @@ class ModScores:
     seqlen_k: int | None = None
 
     @classmethod
-    def of(cls, mod_spec: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
+    def from_arrays(cls, mod_spec: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
         """What a call changes, with its arrays by the names of its operands."""
         arrays = [named[each.name] for each in mod_spec.arrays]
         seed = dropout.seed_of(named["dropout_seed"]) if mod_spec.drops else 0

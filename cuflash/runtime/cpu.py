@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 def run(op: Op, library: Library, arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
     """Returns all results of a call on arrays in host memory: its inputs, then outputs, None for a new one."""
-    problem = Problem.of(op, list(specs_of(op, library, arrays)), options)
+    problem = Problem.from_specs(op, list(specs_of(op, library, arrays)), options)
     views = [None if x is None else library.to_numpy(x) for x in arrays]
     inputs = len(op.inputs)
     for number in (*op.written, *range(inputs, len(arrays))):

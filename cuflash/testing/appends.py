@@ -129,7 +129,7 @@ def turned(heads: Array, position: int, call: Arguments) -> Array:
     return out
 
 
-def made(call: Arguments, make: Callable[[Array], Any], **layouts: Callable[[Any], Any]) -> Arguments:
+def in_library(call: Arguments, make: Callable[[Array], Any], **layouts: Callable[[Any], Any]) -> Arguments:
     """The call with its arrays in another library, and those that are named in another layout."""
     arguments = {name: make(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
     return arguments | {name: layout(arguments[name]) for name, layout in layouts.items() if name in arguments}
@@ -137,7 +137,7 @@ def made(call: Arguments, make: Callable[[Array], Any], **layouts: Callable[[Any
 
 def check(call: Arguments, xp: Any, **layouts: Callable[[Any], Any]) -> None:
     """Makes the call and compares all bits of what it wrote and returned; what it read must be the same as before."""
-    arguments = made(call, xp.asarray, **layouts)
+    arguments = in_library(call, xp.asarray, **layouts)
     before = {name: x.copy() for name, x in arguments.items() if hasattr(x, "copy")}
     results = expected(call)
     result = cuflash.append_kv(**arguments)

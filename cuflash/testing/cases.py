@@ -54,7 +54,7 @@ class Case:
     def problem(self, op: str = "forward", **more: Any) -> Problem:
         """The `Problem` that a public call with these and `more` arguments makes of `arrays()`."""
         q, k, v = (ArraySpec.contiguous(shape, self.dtype) for shape in self.shapes())
-        return Problem.of(OPS[op], [q, k] if op == "lse" else [q, k, v], Options(**self.arguments(), **more))
+        return Problem.from_specs(OPS[op], [q, k] if op == "lse" else [q, k, v], Options(**self.arguments(), **more))
 
     def arrays(self, seed: int = 0) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """q, k and v, drawn from the standard normal distribution."""

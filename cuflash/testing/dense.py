@@ -11,7 +11,7 @@ import cuflash
 from . import oracle
 from .cases import Case, numpy_dtype
 from .draw import DTYPES, Draw
-from .gradients import Given, Targets, backward, upstream
+from .gradients import BackwardArgs, Targets, backward, upstream
 from .gradients import check as check_gradients
 from .layouts import LAYOUTS, WRITABLE, host, identical, is_clean_beside
 from .oracle import FEW, ULPS, Array, demand
@@ -85,11 +85,11 @@ class Dense:
         demand(identical(cuflash.forward(q, k, v, **arguments), first), "forward does not repeat")
         if self.backward is not None:
             dout, dlse = (xp.asarray(x) for x in upstream(case, self.seed + 1))
-            self._check_gradients(Given(of_dout(dout), q, k, v, out, lse, dlse), before, self.backward)
+            self._check_gradients(BackwardArgs(of_dout(dout), q, k, v, out, lse, dlse), before, self.backward)
             demand(identical(arrays, before), "backward changed an array that it reads")
         demand(target is None or is_clean_beside(target), "forward wrote beside the elements of out")
 
-    def _check_gradients(self, inputs: Given, before: list[Array], arguments: dict[str, Any]) -> None:
+    def _check_gradients(self, inputs: BackwardArgs, before: list[Array], arguments: dict[str, Any]) -> None:
         targets = Targets(self.grads_out, (inputs.q, inputs.k, inputs.v))
         grads = targets.written(lambda **outs: backward(self.case, inputs, **outs, **arguments))
         q, k, v = before

@@ -24,7 +24,7 @@ def upstream(case: Case, seed: int = 7) -> tuple[Array, Array]:
     return dout.astype(numpy_dtype(case.dtype)), dlse.astype("float64" if case.dtype == "float64" else "float32")
 
 
-class Given(NamedTuple):
+class BackwardArgs(NamedTuple):
     """The arrays of a call."""
 
     dout: Any
@@ -35,20 +35,20 @@ class Given(NamedTuple):
     lse: Any
     dlse: Any = None
 
-    def on(self, xp: Any) -> Given:
+    def on(self, xp: Any) -> BackwardArgs:
         """The same in another array library."""
-        return Given(*(None if x is None else xp.asarray(host(x)) for x in self))
+        return BackwardArgs(*(None if x is None else xp.asarray(host(x)) for x in self))
 
 
-def given_for(case: Case, xp: Any, seed: int = 0, *, dlse: bool = True, **forward: Any) -> Given:
+def backward_args(case: Case, xp: Any, seed: int = 0, *, dlse: bool = True, **forward: Any) -> BackwardArgs:
     """Random arrays in xp, and the state that `forward` makes of them."""
     upstreams = [xp.asarray(x) for x in upstream(case, seed + 7)]
     q, k, v = (xp.asarray(x) for x in case.arrays(seed))
     out, lse = cuflash.forward(q, k, v, return_lse=True, **case.arguments(), **forward)
-    return Given(upstreams[0], q, k, v, out, lse, upstreams[1] if dlse else None)
+    return BackwardArgs(upstreams[0], q, k, v, out, lse, upstreams[1] if dlse else None)
 
 
-def backward(case: Case, inputs: Given, **more: Any) -> tuple[Any, ...]:
+def backward(case: Case, inputs: BackwardArgs, **more: Any) -> tuple[Any, ...]:
     """The call, of `(dq, dk, dv)`."""
     dout, q, k, v, out, lse, dlse = inputs
     return cuflash.backward(dout, q, k, v, out, lse, dlse=dlse, **case.arguments(), **more)
@@ -78,7 +78,7 @@ class Targets:
         demand(are_clean, "backward wrote beside the elements of a gradient")
 
 
-def units_of(problem: Problem | Case, inputs: Given) -> list[float]:
+def units_of(problem: Problem | Case, inputs: BackwardArgs) -> list[float]:
     """The units in which dq, dk and dv err: sums may cancel, so these are of what is summed, not of the sums.
 
     dv is a sum of dout; dq and dk are sums of k and q with weights that err by units of dout · v and dlse. All are
@@ -93,7 +93,7 @@ def units_of(problem: Problem | Case, inputs: Given) -> list[float]:
     return [weight * x for x in (*(problem.softmax_scale * ds * x for x in (largest[1], largest[0])), largest[2])]
 
 
-def check(problem: Problem | Case, inputs: Given, got: tuple[Any, ...], *, ulps: float | None = None) -> None:
+def check(problem: Problem | Case, inputs: BackwardArgs, got: tuple[Any, ...], *, ulps: float | None = None) -> None:
     """Holds dq, dk and dv against float64 under the tolerance rule; one that is None was not asked for.
 
     16-bit: a kernel rounds p and ds, as the naive computation does, and that one also rounds s and dp, so the rule

@@ -23,7 +23,7 @@ from ..reference.evaluate import evaluate, place_of
 from .cases import Case, numpy_dtype
 from .layouts import host
 from .oracle import FEW, ULPS, Array, assert_close
-from .sequences import Index, Made
+from .sequences import Index, VarlenArrays
 
 LEAST_SCORE = -1e37
 SCORE = variable("score")
@@ -42,7 +42,7 @@ class OracleMods(NamedTuple):
     captured_grads: tuple[Array, ...] = ()
 
     @classmethod
-    def of(cls, arguments: dict[str, Any]) -> OracleMods:
+    def from_kwargs(cls, arguments: dict[str, Any]) -> OracleMods:
         """Of the arguments of a call on NumPy arrays."""
         names = [name for name in ("score_mod", "mask_mod") if arguments.get(name)]
         graphs: dict[str, Any] = {name: trace(arguments[name], name) for name in names}
@@ -60,7 +60,7 @@ class OracleMods(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Given:
+class OracleInputs:
     """A problem in NumPy with all axes. one: a sequence as a dense problem. queries, keys: its rows."""
 
     one: Callable[[int], Case]
@@ -72,15 +72,15 @@ class Given:
     there: list[Array]
 
     @classmethod
-    def dense(cls, case: Case, arrays: tuple[Array, Array, Array]) -> Given:
+    def dense(cls, case: Case, arrays: tuple[Array, Array, Array]) -> OracleInputs:
         lengths = case.seqlen_q, case.seqlen_k
         queries, keys = ([(np.full(n, b), np.arange(n)) for b in range(case.batch)] for n in lengths)
         there = [np.ones(case.seqlen_k, bool)] * case.batch
         return cls(lambda number: case, *arrays, queries, keys, there)
 
     @classmethod
-    def of_lengths(cls, inputs: Made) -> Given:
-        return cls(inputs.of.one, inputs.q, inputs.k, inputs.v, inputs.queries, inputs.keys, inputs.there)
+    def from_varlen(cls, inputs: VarlenArrays) -> OracleInputs:
+        return cls(inputs.sequences.one, inputs.q, inputs.k, inputs.v, inputs.queries, inputs.keys, inputs.there)
 
     @property
     def case(self) -> Case:
@@ -90,15 +90,15 @@ class Given:
 class OneSequence:
     """One sequence: arrays (rows, heads, dim), in `work`; intermediates are rounded to `rounded`, None for not."""
 
-    def __init__(self, inputs: Given, oracle_mods: OracleMods, number: int, work: Any, rounded: Any) -> None:
-        self.of, self.oracle_mods = inputs.one(number).problem(), oracle_mods
+    def __init__(self, inputs: OracleInputs, oracle_mods: OracleMods, number: int, work: Any, rounded: Any) -> None:
+        self.problem, self.oracle_mods = inputs.one(number).problem(), oracle_mods
         self.work, self.rounded = np.dtype(work).type, rounded
-        self.group = self.of.heads_q // self.of.heads_kv
+        self.group = self.problem.heads_q // self.problem.heads_kv
         rows, keys = inputs.queries[number], inputs.keys[number]
         q, k, v = inputs.q[rows].astype(work), inputs.k[keys].astype(work), inputs.v[keys].astype(work)
         self.q = q.swapaxes(0, 1)
         self.k, self.v = (np.repeat(x.swapaxes(0, 1), self.group, axis=0) for x in (k, v))
-        heads, m, n = self.of.heads_q, len(q), len(k)
+        heads, m, n = self.problem.heads_q, len(q), len(k)
         self.places: dict[str, Any] = {
             "b": number, "h": np.arange(heads)[:, None, None], "q_idx": np.arange(m)[:, None], "k_idx": np.arange(n),
             "seqlen_q": m, "seqlen_k": n,
@@ -119,7 +119,7 @@ class OneSequence:
     def _scores(self, there: Array) -> None:
         """The final scores s, -inf where a key is hidden, the raw ones, and the slope of the cap."""
         self.cap_slope: Any = self.work(1)
-        product = self.q @ self.k.swapaxes(1, 2) * self.work(self.of.softmax_scale)
+        product = self.q @ self.k.swapaxes(1, 2) * self.work(self.problem.softmax_scale)
         s = self._final(self._raw(product), there)
         self.lse = _lse(s)
         if self.rounded is not None:
@@ -132,7 +132,7 @@ class OneSequence:
         self.p = np.where(np.isneginf(s), 0, np.exp(s - self.of_keys[..., None]))
         # why: what nobody sees is taken out rather than weighed with 0, because 0 * NaN is NaN.
         sees: Array = ~np.isneginf(s)
-        of_group = sees.reshape(self.of.heads_kv, self.group, *sees.shape[1:]).any(axis=(1, 2))
+        of_group = sees.reshape(self.problem.heads_kv, self.group, *sees.shape[1:]).any(axis=(1, 2))
         values = np.repeat(of_group, self.group, axis=0)[..., None]
         self.k, self.v = np.where(values, self.k, 0), np.where(values, self.v, 0)
         self.q = np.where(sees.any(axis=2, keepdims=True), self.q, 0)
@@ -145,8 +145,8 @@ class OneSequence:
         self.out = self.round(self.p * self.scales) @ self.v
 
     def _raw(self, s: Array) -> Array:
-        if self.of.options.softcap:
-            cap = self.work(self.of.options.softcap)
+        if self.problem.options.softcap:
+            cap = self.work(self.problem.options.softcap)
             tanh = np.tanh(s / cap)
             s, self.cap_slope = cap * tanh, 1 - tanh * tanh
         self.raw = s
@@ -154,7 +154,7 @@ class OneSequence:
 
     def _final(self, s: Array, there: Array) -> Array:
         oracle_mods, i, j = self.oracle_mods, self.places["q_idx"], self.places["k_idx"]
-        visible = there & (i + self.of.mask.lo <= j) & (j <= i + self.of.mask.hi)
+        visible = there & (i + self.problem.mask.lo <= j) & (j <= i + self.problem.mask.hi)
         if oracle_mods.score_mod is not None:
             (s,) = self.values(oracle_mods.score_mod, [oracle_mods.score_mod.root])
         if oracle_mods.bias is not None:
@@ -184,12 +184,12 @@ class OneSequence:
             if graph is not None:
                 slope_by_score = differentiate(graph.root).get(SCORE)
                 slope = slope * self.values(graph, [slope_by_score])[0] if slope_by_score is not None else self.raw * 0
-            product = self.round(np.where(self.ds == 0, 0, self.ds * slope)) * self.work(self.of.softmax_scale)
+            product = self.round(np.where(self.ds == 0, 0, self.ds * slope)) * self.work(self.problem.softmax_scale)
             self.steepest = float(np.abs(np.where(self.p == 0, 0, slope)).max(initial=0.0))
             dk, dv = product.swapaxes(1, 2) @ self.q, p.swapaxes(1, 2) @ dout
             grads = {"dq": (product @ self.k).swapaxes(0, 1)}
             for name, x in (("dk", dk), ("dv", dv)):
-                of_group = x.reshape(self.of.heads_kv, self.group, *x.shape[1:])
+                of_group = x.reshape(self.problem.heads_kv, self.group, *x.shape[1:])
                 grads[name] = of_group.sum(axis=1).swapaxes(0, 1)
             if self.oracle_mods.sinks is not None:
                 share = np.exp(self.oracle_mods.sinks.astype(self.work)[:, None] - self.of_keys)
@@ -244,7 +244,7 @@ def _precisions(dtype: str) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return ("float64", None), near
 
 
-def check(inputs: Given, oracle_mods: OracleMods, out: Any, lse: Any = None) -> None:
+def check(inputs: OracleInputs, oracle_mods: OracleMods, out: Any, lse: Any = None) -> None:
     """Holds out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis); None is not asked."""
     dtype, axes = inputs.case.dtype, inputs.q.shape[:3]
     outs = [np.zeros((*axes, inputs.v.shape[3])) for _ in range(2)]
@@ -274,7 +274,7 @@ def check(inputs: Given, oracle_mods: OracleMods, out: Any, lse: Any = None) -> 
 
 
 def check_gradients(
-    inputs: Given,
+    inputs: OracleInputs,
     oracle_mods: OracleMods,
     dout: Array,
     dlse: Array | None,

@@ -12,14 +12,14 @@ import cuflash
 from .cases import Case, numpy_dtype
 from .functions import Arguments, Maker, Put
 from .layouts import host, identical
-from .mod_oracle import Given, OracleMods, check, check_gradients
+from .mod_oracle import OracleInputs, OracleMods, check, check_gradients
 from .oracle import demand
-from .sequences import Made, check_unused, upstream
+from .sequences import VarlenArrays, check_unused, upstream
 
 
 def make_oracle_mods(make: Maker, of: Case) -> OracleMods:
     """The arguments of the oracle for a call."""
-    return OracleMods.of(make(lambda x: x, of))
+    return OracleMods.from_kwargs(make(lambda x: x, of))
 
 
 def without_grads(arguments: Arguments) -> Arguments:
@@ -38,7 +38,7 @@ def check_forward(make: Maker, of: Case, put: Put, *, with_lse: bool = False, se
     arrays = of.arrays(seed)
     there = [put(x) for x in arrays]
     results = forward(make, of, put, there, **more)
-    inputs, oracle_mods = Given.dense(of, arrays), make_oracle_mods(make, of)
+    inputs, oracle_mods = OracleInputs.dense(of, arrays), make_oracle_mods(make, of)
     check(inputs, oracle_mods, *results)
     if with_lse:
         keywords = {name: x for name, x in without_grads(make(put, of)).items() if not name.startswith("dropout")}
@@ -66,7 +66,9 @@ def check_backward(
         found_kind, wanted_kind = (tuple(got.shape), got.dtype), (tuple(like.shape), like.dtype)
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
     if checked:
-        check_gradients(Given.dense(of, arrays), make_oracle_mods(make, of), dout, of_lse, (dq, dk, dv), of_arrays)
+        check_gradients(
+            OracleInputs.dense(of, arrays), make_oracle_mods(make, of), dout, of_lse, (dq, dk, dv), of_arrays
+        )
     return dq, dk, dv, *of_arrays
 
 
@@ -77,17 +79,24 @@ def check_repeated(make: Maker, of: Case, put: Put, **more: Any) -> None:
     demand(identical(again, first), "deterministic gradients do not repeat")
 
 
-def bounds_case(arrays: Made) -> Case:
+def bounds_case(arrays: VarlenArrays) -> Case:
     """Number and bounds of variable-length sequences, as a function reads them."""
-    of, problem = arrays.of, (len(arrays.of.queries), max(arrays.of.queries, default=0), max(arrays.of.keys, default=0))
+    of, problem = (
+        arrays.sequences,
+        (
+            len(arrays.sequences.queries),
+            max(arrays.sequences.queries, default=0),
+            max(arrays.sequences.keys, default=0),
+        ),
+    )
     return Case(of.name, *problem, *of.heads, *of.dims, of.dtype)
 
 
-def check_of_lengths(make: Maker, inputs: Made, xp: Any, deterministic: Sequence[bool] = (False, True)) -> None:
+def check_of_lengths(make: Maker, inputs: VarlenArrays, xp: Any, deterministic: Sequence[bool] = (False, True)) -> None:
     """Calls on variable-length sequences, with gradients where the call has them, held against float64."""
     of, arguments = bounds_case(inputs), inputs.arguments(xp)
     mod_kwargs = without_grads(make(xp.asarray, of))
-    whole, of_numpy = Given.of_lengths(inputs), make_oracle_mods(make, of)
+    whole, of_numpy = OracleInputs.from_varlen(inputs), make_oracle_mods(make, of)
     out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
     check(whole, of_numpy, out, lse)
     check_unused(inputs, "q", out)
@@ -98,7 +107,7 @@ def check_of_lengths(make: Maker, inputs: Made, xp: Any, deterministic: Sequence
         name: x for name, x in (arguments | mod_kwargs).items() if name != "v" and not name.startswith("dropout")
     }
     check(whole, of_numpy, None, cuflash.lse(**keys_alone))
-    if not inputs.of.has_gradients:
+    if not inputs.sequences.has_gradients:
         return
     dout, dlse = (xp.asarray(x) for x in upstream(inputs))
     state = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape), **arguments, **mod_kwargs}

@@ -18,7 +18,7 @@ import cuflash
 from . import oracle
 from .cases import Case, numpy_dtype
 from .draw import DTYPES, Draw
-from .gradients import Given, units_of
+from .gradients import BackwardArgs, units_of
 from .layouts import even_start, host, laid_out, odd_start
 from .oracle import ULPS, Array, demand
 
@@ -83,13 +83,13 @@ class Placed(NamedTuple):
     varlen_kwargs: dict[str, Array]
 
 
-class Made(NamedTuple):
+class VarlenArrays(NamedTuple):
     """The arrays of a problem, all with four axes, and which rows and keys are whose.
 
     there: of each sequence, which of its keys are seen at all; those in pages that are not there are not.
     """
 
-    of: Sequences
+    sequences: Sequences
     q: Array
     k: Array
     v: Array
@@ -106,9 +106,9 @@ class Made(NamedTuple):
         if "cu_seqlens_k" in self.varlen_kwargs:
             k, v = k[0], v[0]
         varlen_kwargs = {name: xp.asarray(x) for name, x in self.varlen_kwargs.items()}
-        return {"q": q, "k": k, "v": v, **varlen_kwargs, **self.of.options(), **self.of.bounds()}
+        return {"q": q, "k": k, "v": v, **varlen_kwargs, **self.sequences.options(), **self.sequences.bounds()}
 
-    def with_varlen(self, **varlen_kwargs: Any) -> Made:
+    def with_varlen(self, **varlen_kwargs: Any) -> VarlenArrays:
         """A copy with other arrays of lengths; None for an array that is not given."""
         changed = self.varlen_kwargs | {
             name: x if x is None else np.asarray(x, np.int32) for name, x in varlen_kwargs.items()
@@ -122,43 +122,45 @@ class Made(NamedTuple):
             mask[rows] = False
         return mask
 
-    def without_pages(self, seed: int) -> Made:
+    def without_pages(self, seed: int) -> VarlenArrays:
         """The same, but for half of the used pages that the table places outside the pool: their keys are not there."""
         rng, table, pool = np.random.default_rng(seed), self.varlen_kwargs["page_table"].copy(), len(self.k)
         there = []
-        for b, count in enumerate(self.of.keys):
-            pages = np.arange(count) // self.of.page_size
+        for b, count in enumerate(self.sequences.keys):
+            pages = np.arange(count) // self.sequences.page_size
             lost = rng.random(table.shape[1]) < 0.5
             table[b, lost] = rng.choice([-1, pool, -FAR - 1, FAR], int(lost.sum()))
             there.append(~lost[pages])
         return self.with_varlen(page_table=table)._replace(there=there)
 
-    def filled(self, value: float) -> Made:
+    def filled(self, value: float) -> VarlenArrays:
         """The same, but what no sequence uses holds this value."""
         q, k, v = self.q.copy(), self.k.copy(), self.v.copy()
         q[self.unused("q")] = k[self.unused("k")] = v[self.unused("k")] = value
         return self._replace(q=q, k=k, v=v)
 
 
-def made(of: Sequences, seed: int = 0) -> Made:
+def varlen_arrays(of: Sequences, seed: int = 0) -> VarlenArrays:
     """Draws the arrays of a problem. What no sequence uses holds NaN, and page tables hold junk behind used pages."""
     rng = np.random.default_rng(seed)
     return _laid_out(of, rng, lambda shape, dtype: rng.standard_normal(shape).astype(dtype, copy=False)).filled(np.nan)
 
 
-def shaped(of: Sequences) -> Made:
+def shaped(of: Sequences) -> VarlenArrays:
     """The same for those who look at shapes, dtypes and strides alone: q, k and v hold zeros, which take no time."""
     return _laid_out(of, np.random.default_rng(0), np.zeros)
 
 
-def _laid_out(of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Made:
+def _laid_out(
+    of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int, ...], np.dtype[Any]], Array]
+) -> VarlenArrays:
     side_q = _placed("q", of, rng)
     side_k = _placed("k", of, rng)
     (heads_q, heads_kv), (dim, dim_v), dtype = of.heads, of.dims, numpy_dtype(of.dtype)
     shapes = (*side_q.shape, heads_q, dim), (*side_k.shape, heads_kv, dim), (*side_k.shape, heads_kv, dim_v)
     q, k, v = (draw(shape, dtype) for shape in shapes)
     there = [np.ones(count, bool) for count in of.keys]
-    return Made(of, q, k, v, side_q.varlen_kwargs | side_k.varlen_kwargs, side_q.rows, side_k.rows, there)
+    return VarlenArrays(of, q, k, v, side_q.varlen_kwargs | side_k.varlen_kwargs, side_q.rows, side_k.rows, there)
 
 
 def _placed(side: str, of: Sequences, rng: np.random.Generator) -> Placed:
@@ -250,9 +252,9 @@ LAYOUTS = {
 }
 
 
-def assembled(inputs: Made) -> dict[str, tuple[Array, Array]]:
+def assembled(inputs: VarlenArrays) -> dict[str, tuple[Array, Array]]:
     """`(exact, naive)` of out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis)."""
-    of, axes = inputs.of, inputs.q.shape[:3]
+    of, axes = inputs.sequences, inputs.q.shape[:3]
     outs = [np.zeros((*axes, of.dims[1])), np.zeros((*axes, of.dims[1]))]
     lses = [np.full(axes, -np.inf), np.full(axes, -np.inf)]
     for b, (queries, keys, there) in enumerate(zip(inputs.queries, inputs.keys, inputs.there, strict=True)):
@@ -264,12 +266,12 @@ def assembled(inputs: Made) -> dict[str, tuple[Array, Array]]:
     return {"out": (outs[0], outs[1]), "lse": (exact, near)}
 
 
-def check(inputs: Made, out: Any, *lses: Any) -> None:
+def check(inputs: VarlenArrays, out: Any, *lses: Any) -> None:
     """Holds out, and lse of one call or several, against float64, and rows of no sequence against 0 and -inf.
 
     What is None is not asked for. why units: short sequences have a handful of errors.
     """
-    of, expected = inputs.of, assembled(inputs)
+    of, expected = inputs.sequences, assembled(inputs)
     q, k, v = (np.nan_to_num(x.astype("f8")) for x in (inputs.q, inputs.k, inputs.v))
     scale = of.softmax_scale or of.dims[0] ** -0.5
     dtype = of.dtype if out is None else host(out).dtype.name
@@ -284,24 +286,24 @@ def check(inputs: Made, out: Any, *lses: Any) -> None:
         check_unused(inputs, "q", out)
 
 
-def check_unused(inputs: Made, side: str, got: Any) -> None:
+def check_unused(inputs: VarlenArrays, side: str, got: Any) -> None:
     """Demands that rows of out, or of a gradient of this side, are 0 where no sequence uses them."""
     unused = inputs.unused(side)
     rows = host(got).reshape(*unused.shape, *got.shape[-2:])[unused]
     demand(not rows.any(), f"rows like those of {side} that no sequence uses are not 0")
 
 
-def upstream(inputs: Made, seed: int = 7) -> tuple[Array, Array]:
+def upstream(inputs: VarlenArrays, seed: int = 7) -> tuple[Array, Array]:
     """`(dout, dlse)` with all axes, with NaN in rows of no sequence."""
     rng, axes = np.random.default_rng(seed), inputs.q.shape[:3]
-    dout = rng.standard_normal((*axes, inputs.of.dims[1])).astype(inputs.q.dtype)
-    dlse = rng.standard_normal(axes).astype("f8" if inputs.of.dtype == "float64" else "f4")
+    dout = rng.standard_normal((*axes, inputs.sequences.dims[1])).astype(inputs.q.dtype)
+    dlse = rng.standard_normal(axes).astype("f8" if inputs.sequences.dtype == "float64" else "f4")
     dout[inputs.unused("q")] = dlse[inputs.unused("q")] = np.nan
     return dout, np.ascontiguousarray(dlse.swapaxes(1, 2))
 
 
 def gradients(
-    inputs: Made, xp: Any, layout: str = "dense", *, dlse: bool = True, unused: float = np.nan, **more: Any
+    inputs: VarlenArrays, xp: Any, layout: str = "dense", *, dlse: bool = True, unused: float = np.nan, **more: Any
 ) -> tuple[Any, ...]:
     """(dq, dk, dv) by `cuflash.backward`; rows of no sequence hold this value in out, too."""
     arguments = inputs.arguments(xp, layout)
@@ -314,12 +316,12 @@ def gradients(
     return cuflash.backward(dout, out=out, lse=lse, dlse=upstream_lse if dlse else None, **arguments, **more)
 
 
-def check_gradients(inputs: Made, got: Sequence[Any], *, dlse: bool = True, ulps: float = 2.0) -> None:
+def check_gradients(inputs: VarlenArrays, got: Sequence[Any], *, dlse: bool = True, ulps: float = 2.0) -> None:
     """Holds dq, dk and dv against float64, and rows of no sequence against 0; the tolerances of `gradients.check`.
 
     ulps: units of the floor, as many times as the dtype has.
     """
-    of, (dout, upstream_lse) = inputs.of, upstream(inputs)
+    of, (dout, upstream_lse) = inputs.sequences, upstream(inputs)
     arrays = inputs.q, inputs.k, inputs.v
     exact, near = ([np.zeros(x.shape) for x in arrays] for _ in range(2))
     for b, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
@@ -334,7 +336,7 @@ def check_gradients(inputs: Made, got: Sequence[Any], *, dlse: bool = True, ulps
         near = [x + (x - expected) for x, expected in zip(near, exact, strict=True)]
         of_dout, q, k, v, of_lse = (np.nan_to_num(x.astype("f8")) for x in (dout, *arrays, upstream_lse))
         scale = Case("units", 1, 1, 1, *of.heads, *of.dims, of.dtype, softmax_scale=of.softmax_scale)
-        units = units_of(scale, Given(of_dout, q, k, v, None, None, of_lse if dlse else None))
+        units = units_of(scale, BackwardArgs(of_dout, q, k, v, None, None, of_lse if dlse else None))
     sides = ("q", "k", "k")
     for side, x, like, expected, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
         found_kind = host(x).shape, host(x).dtype

@@ -16,7 +16,7 @@ from .gradients import Targets
 from .layouts import LAYOUTS, WRITABLE, host, identical
 from .mods import check_backward, check_forward, check_of_lengths, check_repeated, forward
 from .oracle import demand
-from .sequences import Made, Sequences
+from .sequences import Sequences, VarlenArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Several:
     grads_out: the layouts of arrays for dq, dk and dv that the caller gives, "" for none.
     """
 
-    of: Sequences
+    sequences: Sequences
     seed: int
     layout: str = "dense"
     pages_are_lost: bool = False
@@ -48,7 +48,7 @@ class Several:
 
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
-        arrays = sequences.made(self.of, self.seed)
+        arrays = sequences.varlen_arrays(self.sequences, self.seed)
         if self.backward is not None:
             self._check_gradients(arrays, self.backward, xp)
             return
@@ -61,7 +61,7 @@ class Several:
         again = cuflash.forward(**arguments, return_lse=True, **self.forward)
         demand(identical(again, (out, lse)), "forward does not repeat")
 
-    def _check_gradients(self, arrays: Made, options: dict[str, Any], xp: Any) -> None:
+    def _check_gradients(self, arrays: VarlenArrays, options: dict[str, Any], xp: Any) -> None:
         arguments = arrays.arguments(xp)
         targets = Targets(self.grads_out, [arguments[name] for name in "qkv"])
         grads = targets.written(lambda **outs: sequences.gradients(arrays, xp, self.layout, **outs, **options))
@@ -120,7 +120,7 @@ def maker_of(names: Sequence[str]) -> Maker:
 class ModVarlen:
     """Functions and a bias of a call on variable-length sequences, perhaps with a block mask of its mask_mod."""
 
-    of: Sequences
+    sequences: Sequences
     seed: int
     names: tuple[str, ...]
     deterministic: bool
@@ -138,7 +138,7 @@ class ModVarlen:
 
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
-        make, arrays = maker_of(self.names), sequences.made(self.of, self.seed)
+        make, arrays = maker_of(self.names), sequences.varlen_arrays(self.sequences, self.seed)
         make = blocked(make, **arrays.varlen_kwargs) if self.block_mask else make
         check_of_lengths(make, arrays, xp, [self.deterministic])
 

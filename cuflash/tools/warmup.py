@@ -142,7 +142,7 @@ def _variants_of(
         q, v = (ArraySpec.contiguous((2, 128, 2, dim), dtype) for dim in head_dims)
         lse, lengths = ArraySpec.contiguous((2, 2, 128), "float32"), ArraySpec.contiguous((2,), INTEGERS)
         of_merge, of_append = (merge_op(1), [v, lse]), (APPEND_KV, [q, v, q, v, lengths])
-        problems = [Problem.of(*(of_merge if op == "merge" else of_append), Options())]
+        problems = [Problem.from_specs(*(of_merge if op == "merge" else of_append), Options())]
     return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
 
 
@@ -156,7 +156,7 @@ def _dense(op: str, dtype: str, head_dims: tuple[int, int], more: dict[str, Any]
             k, v = (ArraySpec.contiguous((batch, seqlen, heads_kv, dim), dtype) for dim in head_dims)
             of_gradients = [out, out._replace(dtype=out_dtype)] if op == "backward" else []
             options = Options(causal=causal, num_splits=splits, **more)
-            yield Problem.of(PUBLIC[op], [q, k, v][: 2 if op == "lse" else 3] + of_gradients, options)
+            yield Problem.from_specs(PUBLIC[op], [q, k, v][: 2 if op == "lse" else 3] + of_gradients, options)
 
 
 def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict[str, None]]:

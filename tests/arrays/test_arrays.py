@@ -17,7 +17,7 @@ from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.operands import LSE_ONLY
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case
-from cuflash.testing.gradients import Given, check
+from cuflash.testing.gradients import BackwardArgs, check
 
 CASE = Case("interop", 2, 60, 70, 4, 2, 64, 64, "float16", causal=True)
 BF16 = Case("interop_bf16", 2, 60, 70, 4, 2, 64, 64, "bfloat16", causal=True)
@@ -58,7 +58,7 @@ def test_backward_gives_gradients_of_the_callers_framework(framework: str) -> No
     for got, like in zip(gradients, (q, k, v), strict=True):
         assert type(got) is type(like)
         assert (tuple(got.shape), got.dtype) == (tuple(like.shape), like.dtype)
-    check(CASE, Given(as_numpy(out), *arrays, None, None), tuple(as_numpy(x).astype("f2") for x in gradients))
+    check(CASE, BackwardArgs(as_numpy(out), *arrays, None, None), tuple(as_numpy(x).astype("f2") for x in gradients))
 
 
 def test_an_unknown_dlpack_producer_gives_numpy_or_cupy(xp: Any) -> None:

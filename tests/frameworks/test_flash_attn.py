@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tensors import assert_pulled, assert_results, made
+from tensors import assert_pulled, assert_results, random_qkv
 
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
@@ -85,7 +85,7 @@ MASKS = [
 
 def tensors(seqlen_q: int = 9, seqlen_k: int = 13) -> list[Any]:
     """q, k and v with 4 heads of q and 2 of k, float32, that want gradients."""
-    return list(made("cpu", torch.float32, lengths=(seqlen_q, seqlen_k)))
+    return list(random_qkv("cpu", torch.float32, lengths=(seqlen_q, seqlen_k)))
 
 
 @pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: getattr(x, "__name__", x).split(".")[-1])

@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 from libraries import torch_of
 from tensors import arguments_of, assert_equal, assert_pulled, assert_results, assert_sequences, in_numpy
-from tensors import made as dense
+from tensors import random_qkv as dense
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.flash_attn import v3 as fa3
 from cuflash.testing.appends import WRITTEN, drawn
-from cuflash.testing.sequences import Sequences, check_gradients, made, upstream
+from cuflash.testing.sequences import Sequences, check_gradients, upstream, varlen_arrays
 
 CASE = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 16), dtype="float32")
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
@@ -43,7 +43,7 @@ def test_dense(mask: dict[str, Any], device: str) -> None:
 @pytest.mark.parametrize("used", [False, True])
 def test_packed(used: bool, device: str) -> None:
     case = replace(CASE, used_q=used, used_k=used)
-    given = made(replace(case, spare_q=(1, 2, 0, 3), spare_k=(0, 3, 2, 1)) if used else case)
+    given = varlen_arrays(replace(case, spare_q=(1, 2, 0, 3), spare_k=(0, 3, 2, 1)) if used else case)
     arguments = arguments_of(given, device)
     q, k, v = tensors = tuple(arguments[name] for name in "qkv")
     varlen_kwargs = {name: arguments[name] for name in LENGTHS if name in arguments}
@@ -59,7 +59,7 @@ def test_packed(used: bool, device: str) -> None:
 
 def test_caches(device: str) -> None:
     for place in ("paged", "cache"):
-        given = made(replace(CASE, place_k=place, used_k=True, page_size=3))
+        given = varlen_arrays(replace(CASE, place_k=place, used_k=True, page_size=3))
         arguments = arguments_of(given, device)
         q, k, v, used = (arguments[name] for name in ("q", "k", "v", "seqused_k"))
         varlen_kwargs = {"cu_seqlens_q": arguments["cu_seqlens_q"], "max_seqlen_q": 17, "causal": True}

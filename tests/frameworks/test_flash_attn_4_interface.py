@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from tensors import arguments_of, assert_pulled, assert_pulled_sequences, assert_results, assert_sequences
-from tensors import made as dense
+from tensors import random_qkv as dense
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.flash_attn import v4 as fa4
-from cuflash.testing.sequences import Sequences, made
+from cuflash.testing.sequences import Sequences, varlen_arrays
 
 MASKS = (
     "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, "
@@ -64,7 +64,7 @@ def test_dense(given: dict[str, Any], mask: dict[str, Any], device: str) -> None
 
 def test_packed_and_used(device: str) -> None:
     for case in (PACKED, replace(PACKED, used_q=True, used_k=True, spare_q=(1, 4, 0, 2), spare_k=(0, 3, 2, 1))):
-        given = made(case)
+        given = varlen_arrays(case)
         arguments = arguments_of(given, device, grad=True)
         del arguments["diagonal_offset"]
         out, lse = fa4.flash_attn_varlen_func(**arguments, min_seqlen_k=0, return_lse=True)
@@ -83,7 +83,7 @@ def test_rectangles_and_bounds_that_say_nothing_of_them() -> None:
 
 
 def test_pages(device: str) -> None:
-    given = made(replace(PACKED, place_k="paged", used_k=True, page_size=3))
+    given = varlen_arrays(replace(PACKED, place_k="paged", used_k=True, page_size=3))
     arguments = arguments_of(given, device)
     del arguments["diagonal_offset"]
     assert_sequences(given, *fa4.flash_attn_varlen_func(**arguments, return_lse=True))

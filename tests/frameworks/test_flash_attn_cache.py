@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from tensors import arguments_of, assert_pulled, assert_results, assert_sequences
-from tensors import made as dense
+from tensors import random_qkv as dense
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.flash_attn import v2 as fa2
 from cuflash.frameworks.flash_attn import v3 as fa3
-from cuflash.testing.sequences import Made, Sequences, made
+from cuflash.testing.sequences import Sequences, VarlenArrays, varlen_arrays
 
 WHOLE = Sequences("whole", (2,) * 3, (19,) * 3, "rectangle", "rectangle", causal=True, dims=(16, 24), dtype="float32")
 CASES = [
@@ -38,7 +38,7 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def arguments_for(module: Any, given: Made, device: str = "cpu") -> dict[str, Any]:
+def arguments_for(module: Any, given: VarlenArrays, device: str = "cpu") -> dict[str, Any]:
     """The arguments of `flash_attn_with_kvcache`."""
     arguments = arguments_of(given, device)
     for ours, theirs in (("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "cache_seqlens")):
@@ -52,7 +52,7 @@ def arguments_for(module: Any, given: Made, device: str = "cpu") -> dict[str, An
 @BOTH
 @each(CASES)
 def test_results(module: Any, case: Sequences, device: str) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     arguments = arguments_for(module, given, device)
     out, lse, *rest = module.flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
     assert_sequences(given, out, lse)
@@ -63,7 +63,7 @@ def test_results(module: Any, case: Sequences, device: str) -> None:
 
 @each(PACKED)
 def test_version_3_takes_packed_queries(case: Sequences, device: str) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     arguments = arguments_for(fa3, given, device)
     new = arguments["cu_seqlens_q"]
     out, lse, *_ = fa3.flash_attn_with_kvcache(**arguments, cu_seqlens_k_new=new, return_softmax_lse=True)
@@ -72,7 +72,7 @@ def test_version_3_takes_packed_queries(case: Sequences, device: str) -> None:
 
 
 def test_a_bound_on_queries_that_are_not_packed_says_nothing() -> None:
-    arguments = arguments_for(fa3, made(WHOLE))
+    arguments = arguments_for(fa3, varlen_arrays(WHOLE))
     wanted = fa3.flash_attn_with_kvcache(**arguments)
     assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, max_seqlen_q=1), wanted)
 
@@ -81,7 +81,7 @@ def test_a_bound_on_queries_that_are_not_packed_says_nothing() -> None:
 @each([WHOLE, CASES[3], CASES[4]])
 def test_one_length_of_all_may_be_a_number(module: Any, case: Sequences, device: str) -> None:
     case = replace(case, keys=(12,) * 3, spare_k=(4,) * 3, used_k=True)
-    given = made(case)
+    given = varlen_arrays(case)
     arguments = arguments_for(module, given, device) | {"cache_seqlens": 12}
     assert_sequences(given, *module.flash_attn_with_kvcache(**arguments, return_softmax_lse=True)[:2])
     for wrong in (-1, 1000):
@@ -103,7 +103,7 @@ def test_gradients_flow_where_keys_have_places_of_their_own() -> None:
 
 
 def test_schedules_are_made_kept_and_passed_back() -> None:
-    arguments = arguments_for(fa3, made(CASES[1]))
+    arguments = arguments_for(fa3, varlen_arrays(CASES[1]))
     lengths = arguments["cache_seqlens"]
     schedule = fa3.get_scheduler_metadata(3, 2, 19, 4, 2, 16, lengths, causal=True, window_size=(-1, -1), num_splits=4)
     assert schedule.dtype == torch.int32
@@ -128,13 +128,13 @@ def test_schedules_are_made_kept_and_passed_back() -> None:
 )
 def test_what_is_not_offered_is_refused_by_name(module: Any, name: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{name}.*{words}"):
-        module.flash_attn_with_kvcache(**arguments_for(module, made(WHOLE)), **{name: torch.ones(1)})
+        module.flash_attn_with_kvcache(**arguments_for(module, varlen_arrays(WHOLE)), **{name: torch.ones(1)})
 
 
 @BOTH
 def test_what_does_not_fit_is_refused(module: Any) -> None:
     table = "block_table" if module is fa2 else "page_table"
-    arguments = arguments_for(module, made(CASES[4]))
+    arguments = arguments_for(module, varlen_arrays(CASES[4]))
     for changes, words in (
         ({"q": arguments["q"][0]}, r"q has shape \(2, 4, 16\)"),
         ({"k_cache": arguments["k_cache"][0]}, r"k_cache has shape \(3, 2, 16\)"),

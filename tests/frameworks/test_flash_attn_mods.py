@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from tensors import made
+from tensors import random_qkv
 
 import cuflash
 from cuflash import ProblemError, UnsupportedError, mods
@@ -24,7 +24,7 @@ MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "win
 
 def tensors(device: str, lengths: tuple[int, int] = (9, 12)) -> list[Any]:
     """q, k and v with 4 heads of q and 2 of k that want gradients."""
-    return list(made(device, torch.float32 if device == "cpu" else torch.float16, lengths=lengths))
+    return list(random_qkv(device, torch.float32 if device == "cpu" else torch.float16, lengths=lengths))
 
 
 def eager(q: Any, k: Any, v: Any, slopes: Any = None, scale: float | None = None, mask: Any = None) -> Any:

@@ -10,11 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 from libraries import torch_of
 from tensors import arguments_of, assert_pulled, assert_results, assert_sequences, in_numpy
-from tensors import made as dense
+from tensors import random_qkv as dense
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.flash_attn import v2 as fa2
-from cuflash.testing.sequences import Sequences, check_gradients, made, upstream
+from cuflash.testing.sequences import Sequences, check_gradients, upstream, varlen_arrays
 
 CASE = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 16), dtype="float32")
 MASKS = [(0.25, False, -1, -1, 0.0), (0.25, True, -1, -1, 0.0), (None, False, 4, 2, 1.5)]
@@ -84,7 +84,7 @@ def test_the_way_of_diffusers(heads: int, length: int, device: str) -> None:
 @pytest.mark.parametrize("gaps", [(0, 0), (2, 3)])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_packed(mask: tuple[Any, ...], gaps: tuple[int, int], device: str) -> None:
-    given = made(replace(CASE, gaps=gaps, **options_of(*mask)))
+    given = varlen_arrays(replace(CASE, gaps=gaps, **options_of(*mask)))
     arguments = arguments_of(given, device)
     q, k, v = tensors = tuple(arguments[name] for name in "qkv")
     lengths = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"], 17, 17
@@ -98,7 +98,7 @@ def test_packed(mask: tuple[Any, ...], gaps: tuple[int, int], device: str) -> No
 
 
 def test_pages_and_used_keys(device: str) -> None:
-    given = made(replace(CASE, place_k="paged", used_k=True, page_size=3))
+    given = varlen_arrays(replace(CASE, place_k="paged", used_k=True, page_size=3))
     arguments = arguments_of(given, device)
     q, k, v, used = (arguments[name] for name in ("q", "k", "v", "seqused_k"))
     bounds = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
@@ -106,7 +106,7 @@ def test_pages_and_used_keys(device: str) -> None:
     for cu_seqlens_k, seqused_k in ((bounds, None), (None, used), (bounds + 7, used)):
         lengths = arguments["cu_seqlens_q"], cu_seqlens_k, 17, 17, 0.0, None, True
         assert_sequences(given, *fa2._flash_attn_varlen_forward(q, k, v, *lengths, **more, seqused_k=seqused_k)[:2])
-    given = made(replace(CASE, used_k=True, spare_k=(0, 3, 2, 1)))
+    given = varlen_arrays(replace(CASE, used_k=True, spare_k=(0, 3, 2, 1)))
     arguments = arguments_of(given, device)
     tensors = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
     found = fa2._flash_attn_varlen_forward(*tensors, 17, 17, 0.0, None, True, seqused_k=arguments["seqused_k"])

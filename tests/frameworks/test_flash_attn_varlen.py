@@ -13,7 +13,7 @@ from tensors import arguments_of, assert_pulled_sequences, assert_sequences
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.flash_attn import v2 as fa2
 from cuflash.frameworks.flash_attn import v3 as fa3
-from cuflash.testing.sequences import Made, Sequences, made
+from cuflash.testing.sequences import Sequences, VarlenArrays, varlen_arrays
 
 PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 24), bounded=True, dtype="float32")
 PAGED = replace(PACKED, name="paged", place_k="paged", used_k=True, bounded=False)
@@ -31,11 +31,11 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def called(given: Made, device: str) -> dict[str, Any]:
+def called(given: VarlenArrays, device: str) -> dict[str, Any]:
     """The arguments of `flash_attn_varlen_func`, whose tensors want gradients if they can have any."""
-    arguments = arguments_of(given, device, grad=given.of.has_gradients)
+    arguments = arguments_of(given, device, grad=given.sequences.has_gradients)
     arguments.pop("diagonal_offset")
-    lengths = {"max_seqlen_q": max(given.of.queries), "max_seqlen_k": max(given.of.keys)}
+    lengths = {"max_seqlen_q": max(given.sequences.queries), "max_seqlen_k": max(given.sequences.keys)}
     return arguments | lengths
 
 
@@ -47,7 +47,7 @@ def bounds_of(lengths: tuple[int, ...], device: str) -> Any:
 @BOTH
 @each(CASES)
 def test_results_and_gradients(module: Any, case: Sequences, device: str) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     arguments = called(given, device)
     out, lse, *rest = module.flash_attn_varlen_func(**arguments, return_attn_probs=True)
     assert out.shape == (*arguments["q"].shape[:2], 24)
@@ -60,7 +60,7 @@ def test_results_and_gradients(module: Any, case: Sequences, device: str) -> Non
 
 @each([PACKED, USED])
 def test_version_3_takes_used_lengths(case: Sequences, device: str) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     arguments = called(given, device)
     out, lse = fa3.flash_attn_varlen_func(**arguments, num_splits=2, pack_gqa=True, return_attn_probs=True)
     assert_sequences(given, out, lse)
@@ -69,17 +69,17 @@ def test_version_3_takes_used_lengths(case: Sequences, device: str) -> None:
 
 def test_version_3_takes_rectangles_beside_packed_sequences(device: str) -> None:
     case = replace(PACKED, queries=(3, 1, 0), keys=(20, 7, 5), place_k="rectangle", used_k=True, bounded=False)
-    given = made(case)
+    given = varlen_arrays(case)
     out, lse = fa3.flash_attn_varlen_func(**called(given, device), cu_seqlens_k=None, return_attn_probs=True)
     assert_sequences(given, out, lse)
 
 
 def test_version_2_reads_lengths_of_pages_from_cu_seqlens(device: str) -> None:
-    given = made(PAGED)
+    given = varlen_arrays(PAGED)
     arguments = called(given, device)
     arguments["block_table"] = arguments.pop("page_table")
     del arguments["seqused_k"]
-    arguments["cu_seqlens_k"] = bounds_of(given.of.keys, device)
+    arguments["cu_seqlens_k"] = bounds_of(given.sequences.keys, device)
     out, lse, _ = fa2.flash_attn_varlen_func(**arguments, return_attn_probs=True)
     assert_sequences(given, out, lse)
     with pytest.raises(UnsupportedError, match="page_table was given"):
@@ -88,7 +88,7 @@ def test_version_2_reads_lengths_of_pages_from_cu_seqlens(device: str) -> None:
 
 def test_positional_arguments_stand_in_the_order_of_each_version(device: str) -> None:
     case = replace(PACKED, causal=True, window_size=(3, 0), softmax_scale=0.2)
-    given = made(case)
+    given = varlen_arrays(case)
     arguments = called(given, device)
     names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     leading = [arguments[name] for name in names]
@@ -125,7 +125,7 @@ def test_packed_tensors_are_attention_of_their_parts(device: str) -> None:
 
 @BOTH
 def test_bounds_and_windows_may_be_tensors_in_host_memory(module: Any) -> None:
-    arguments = called(made(replace(PACKED, window_size=(4, 0))), "cpu")
+    arguments = called(varlen_arrays(replace(PACKED, window_size=(4, 0))), "cpu")
     wanted = module.flash_attn_varlen_func(**arguments)
     tensors = {name: torch.tensor(arguments[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
     window = torch.tensor(4), torch.tensor(0)
@@ -136,7 +136,7 @@ def test_bounds_and_windows_may_be_tensors_in_host_memory(module: Any) -> None:
 
 def test_compiled_is_eager() -> None:
     torch._dynamo.reset()
-    arguments = called(made(PACKED).filled(0.0), "cpu")
+    arguments = called(varlen_arrays(PACKED).filled(0.0), "cpu")
     for module in (fa2, fa3):
         compiled = torch.compile(module.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
         found, wanted = compiled(**arguments), module.flash_attn_varlen_func(**arguments)
@@ -147,7 +147,7 @@ def test_compiled_is_eager() -> None:
 
 @BOTH
 def test_what_does_not_fit_is_refused(module: Any) -> None:
-    arguments = called(made(PACKED).filled(0.0), "cpu")
+    arguments = called(varlen_arrays(PACKED).filled(0.0), "cpu")
     for changes, words in (
         ({"q": arguments["q"][None]}, r"q has shape \(1, \d+, 4, 16\); give \(total, heads, head_dim\)"),
         ({"cu_seqlens_q": arguments["cu_seqlens_q"].long()}, "cu_seqlens_q has dtype torch.int64; give torch.int32"),
@@ -170,10 +170,10 @@ def test_what_does_not_fit_is_refused(module: Any) -> None:
 )
 def test_what_is_not_offered_is_refused_by_name(module: Any, changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(changes))):
-        module.flash_attn_varlen_func(**called(made(PACKED), "cpu") | changes)
+        module.flash_attn_varlen_func(**called(varlen_arrays(PACKED), "cpu") | changes)
 
 
 def test_version_2_needs_both_cu_seqlens() -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         with pytest.raises(ProblemError, match=f"{name} is a NoneType"):
-            fa2.flash_attn_varlen_func(**called(made(PACKED), "cpu") | {name: None})
+            fa2.flash_attn_varlen_func(**called(varlen_arrays(PACKED), "cpu") | {name: None})

@@ -14,7 +14,7 @@ from workers import run_python, run_threads
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.testing import oracle
 from cuflash.testing.cases import CASES, Case
-from cuflash.testing.gradients import Given, check, upstream
+from cuflash.testing.gradients import BackwardArgs, check, upstream
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_values_and_gradients_are_those_of_float64(case: Case, jitted: bool) -> 
     (out, lse), pull = jax.vjp(call, *map(jnp.asarray, arrays))
     assert (str(out.dtype), str(lse.dtype)) == (case.dtype, "float32")
     oracle.assert_attention(case, arrays, out, lse)
-    check(case, Given(dout, *arrays, out, lse, dlse), pull((jnp.asarray(dout), jnp.asarray(dlse))), ulps=4)
+    check(case, BackwardArgs(dout, *arrays, out, lse, dlse), pull((jnp.asarray(dout), jnp.asarray(dlse))), ulps=4)
 
 
 def test_float64_is_float64_where_jax_has_it_enabled() -> None:
@@ -304,7 +304,7 @@ def test_dot_product_attention_is_that_of_jax(rank: int, is_causal: bool, window
         found = jax.grad(loss(function), (0, 1, 2))(*arrays)
         assert [x.shape for x in found] == [x.shape for x in arrays]
         found = [x.reshape(shape) for x, shape in zip(found, case.shapes(), strict=True)]
-        check(case, Given(2 * out, q, k, v, out, lse), found)
+        check(case, BackwardArgs(2 * out, q, k, v, out, lse), found)
     kept = functools.partial(ours, return_residual=True)
     same(jax.grad(loss(kept, of_lse=True))(*arrays), jax.grad(loss(ours))(*arrays))
 

@@ -14,7 +14,7 @@ from workers import run_python, run_threads
 from cuflash.errors import UnsupportedError
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case, numpy_dtype
-from cuflash.testing.gradients import Given, check, upstream
+from cuflash.testing.gradients import BackwardArgs, check, upstream
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def test_values_and_gradients_are_those_of_float64(number: int, dtype: str, jitt
     out, lse, *gradients = (jax.jit(both) if jitted else both)(*map(jnp.asarray, (*arrays, dout, dlse)))
     assert next(iter(out.devices())).platform == "gpu"
     oracle.assert_attention(case, arrays, out, lse, ulps=1)
-    check(case, Given(dout, *arrays, out, lse, dlse), gradients, ulps=4)
+    check(case, BackwardArgs(dout, *arrays, out, lse, dlse), gradients, ulps=4)
 
 
 def random(*shapes: tuple[int, ...], dtype: str = "bfloat16") -> list[Any]:
@@ -82,7 +82,7 @@ def assert_right(case: Case, arrays: list[Any], out: Any, found: Any) -> None:
     """Holds out and the gradients of `(out**2).sum()` against float64."""
     q, k, v, out = map(np.asarray, (*arrays, out))
     oracle.assert_attention(case, (q, k, v), out)
-    check(case, Given(2 * out, q, k, v, out, None), found, ulps=4)
+    check(case, BackwardArgs(2 * out, q, k, v, out, None), found, ulps=4)
 
 
 def test_between_other_work_of_xla_it_is_in_order() -> None:

@@ -357,7 +357,7 @@ def test_functions_are_read_from_their_text_as_they_were(monkeypatch: pytest.Mon
     table = np.zeros((HEADS, 3), np.float32)
     mod = lambda s, b, h, i, j: mods.where(i < mods.seqlen_k(), s * 0.1, float("inf")) + table[h, j % 3] - -0.0  # noqa: E731
     mod_spec = make_mod_spec(trace(mod, "score_mod"), trace(striped, "mask_mod"), has_sinks=True)
-    text = json.dumps(mod_attributes.Functions.of(mod_spec).encoded())
+    text = json.dumps(mod_attributes.Functions.interned(mod_spec).encoded())
     monkeypatch.setattr(mod_attributes, "_known", weakref.WeakValueDictionary())
     read = mod_attributes.Functions.decoded(json.loads(text))
     assert read == mod_attributes.Functions(mod_spec)

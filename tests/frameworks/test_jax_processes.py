@@ -71,7 +71,7 @@ SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from functools import partial
 from jax.sharding import Mesh, PartitionSpec as P
-from cuflash.testing.gradients import Given, check
+from cuflash.testing.gradients import BackwardArgs, check
 from cuflash.testing.cases import Case
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks.jax import attention
@@ -91,7 +91,7 @@ q = q[:, :8]
 split = jax.shard_map(attention, mesh=mesh, in_specs=(queries, P(), P()), out_specs=queries)
 out = np.asarray(attention(q, k, v))
 case = Case("split", 2, 8, 9, 4, 2, 8, 8, "float32")
-check(case, Given(2 * out, *map(np.asarray, (q, k, v)), out, None), jax.jit(grad(split))(q, k, v))
+check(case, BackwardArgs(2 * out, *map(np.asarray, (q, k, v)), out, None), jax.jit(grad(split))(q, k, v))
 try:
     heads = P(None, None, "x")
     jax.shard_map(attention, mesh=mesh, in_specs=(heads, P(), P()), out_specs=heads)(q[:, :, :2], k, v)

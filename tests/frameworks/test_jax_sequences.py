@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.testing.sequences import Made, Sequences, check, check_gradients, drawn, made, upstream
+from cuflash.testing.sequences import Sequences, VarlenArrays, check, check_gradients, drawn, upstream, varlen_arrays
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def split(given: Made, **more: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+def split(given: VarlenArrays, **more: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """`attention` of q, k and v alone, these, and the int32 arrays of the call, which it takes by keyword."""
     arguments = given.arguments(jnp)
     leaves = [arguments.pop(name) for name in NAMES]
@@ -52,7 +52,7 @@ def split(given: Made, **more: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     return functools.partial(attention, return_lse=True, **arguments, **more), leaves, varlen_kwargs
 
 
-def pulled(given: Made, **more: Any) -> tuple[Any, Any, Any]:
+def pulled(given: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
     """out, lse and gradients by one jitted program, to which the lengths are arguments."""
     call, leaves, varlen_kwargs = split(given, **more)
 
@@ -69,7 +69,7 @@ def pulled(given: Made, **more: Any) -> tuple[Any, Any, Any]:
 @each([*WITH_GRADIENTS, *CACHED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> None:
-    given = made(replace(case, dtype=dtype))
+    given = varlen_arrays(replace(case, dtype=dtype))
     call, leaves, varlen_kwargs = split(given)
     check(given, *map(np.asarray, call(*leaves, **varlen_kwargs)))
     if case.has_gradients:
@@ -80,15 +80,15 @@ def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> No
 
 @pytest.mark.drawn(12)
 def test_drawn_problems(seed: int) -> None:
-    given = made(drawn(seed, gradients=True), seed)
+    given = varlen_arrays(drawn(seed, gradients=True), seed)
     check_gradients(given, pulled(given, deterministic=True)[2])
-    call, leaves, varlen_kwargs = split(made(drawn(seed), seed))
-    check(made(drawn(seed), seed), *map(np.asarray, call(*leaves, **varlen_kwargs)))
+    call, leaves, varlen_kwargs = split(varlen_arrays(drawn(seed), seed))
+    check(varlen_arrays(drawn(seed), seed), *map(np.asarray, call(*leaves, **varlen_kwargs)))
 
 
 @each([*WITH_GRADIENTS, *CACHED])
 def test_one_program_serves_all_lengths_and_splits(case: Sequences) -> None:
-    given = made(replace(case, bounded=False, dtype="float32"))
+    given = varlen_arrays(replace(case, bounded=False, dtype="float32"))
     call, leaves, varlen_kwargs = split(given)
     traces = 0
 
@@ -127,7 +127,7 @@ def close(got: Any, wanted: Any) -> None:
 @each([*WITH_GRADIENTS, *CACHED])
 @pytest.mark.parametrize("mapped", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
 def test_vmap_over_arrays_of_the_same_lengths(case: Sequences, mapped: tuple[bool, ...]) -> None:
-    given = made(replace(case, dtype="float32")).filled(0.0)
+    given = varlen_arrays(replace(case, dtype="float32")).filled(0.0)
     call, plain, varlen_kwargs = split(given)
     value = lambda *x: call(*x[:-1], **x[-1])  # noqa: E731
     functions = [value]
@@ -166,12 +166,12 @@ def test_vmap_over_used_lengths(rank: int, axis: int | None) -> None:
 
 
 def test_what_vmap_and_gradients_cannot_do_is_refused() -> None:
-    call, leaves, varlen_kwargs = split(made(PACKED).filled(0.0))
+    call, leaves, varlen_kwargs = split(varlen_arrays(PACKED).filled(0.0))
     name = "cu_seqlens_q"
     with pytest.raises(UnsupportedError, match=r"cu_seqlens_q under vmap.*further sequences.*jax\.lax\.map"):
         jax.vmap(lambda x: call(*leaves, **varlen_kwargs | {name: x}))(jnp.stack([varlen_kwargs[name]] * 2))
     for case, cached in ((PAGED, "page_table"), (CACHE, "cache_batch_idx")):
-        call, leaves, varlen_kwargs = split(made(case).filled(0.0))
+        call, leaves, varlen_kwargs = split(varlen_arrays(case).filled(0.0))
         with pytest.raises(UnsupportedError, match=f"{cached} was given and gradients are wanted.*stop_gradient"):
             jax.grad(lambda q, f=call, x=leaves, t=varlen_kwargs: f(q, *x[1:], **t)[0].sum())(leaves[0])
         jax.grad(lambda s, f=call, x=leaves, t=varlen_kwargs: (s * f(*map(jax.lax.stop_gradient, x), **t)[0]).sum())(
@@ -180,7 +180,7 @@ def test_what_vmap_and_gradients_cannot_do_is_refused() -> None:
 
 
 def test_in_scan_and_under_a_checkpoint() -> None:
-    call, (q, k, v), varlen_kwargs = split(made(replace(PACKED, dims=(16, 16), dtype="float32")).filled(0.0))
+    call, (q, k, v), varlen_kwargs = split(varlen_arrays(replace(PACKED, dims=(16, 16), dtype="float32")).filled(0.0))
 
     def deep(q: Any, varlen_kwargs: Any, remat: bool) -> Any:
         layer = lambda x, varlen_kwargs: call(x, k, v, **varlen_kwargs)[0]  # noqa: E731
@@ -193,7 +193,7 @@ def test_in_scan_and_under_a_checkpoint() -> None:
 
 
 def test_bad_lengths_say_what_they_are() -> None:
-    arguments = made(PACKED).filled(0.0).arguments(jnp)
+    arguments = varlen_arrays(PACKED).filled(0.0).arguments(jnp)
     for name, wrong, words in (
         ("cu_seqlens_q", [0, 5], "cu_seqlens_q is a list; give a JAX or NumPy array"),
         ("cu_seqlens_q", jnp.zeros(5), "cu_seqlens_q has dtype float32; this problem needs int32"),
@@ -318,7 +318,7 @@ def test_the_paged_function_has_the_signature_of_tpus_and_judges_its_arguments()
 def test_a_program_of_several_lengths_is_exported_with_its_options() -> None:
     export = pytest.importorskip("jax.export")
     pytest.importorskip("flatbuffers")
-    given = made(replace(PACKED, dtype="float32"))
+    given = varlen_arrays(replace(PACKED, dtype="float32"))
     call, leaves, varlen_kwargs = split(given, split_size=128)
     checks = [export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
     platforms = sorted({device.platform.replace("gpu", "cuda") for x in leaves for device in x.devices()})

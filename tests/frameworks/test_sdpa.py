@@ -28,7 +28,7 @@ OPS = torch.ops.aten
 
 def made(device: str, dtype: Any, *, heads: tuple[int, int] = (4, 4), seqlen_k: int = 40, bhsd: bool = False) -> Any:
     """q, k and v (batch, heads, seqlen, head_dim), in memory by seqlen, or as they are named."""
-    dense = of_torch.made(device, dtype, heads=heads, lengths=(40, seqlen_k), dim=64, grad=False)
+    dense = of_torch.random_qkv(device, dtype, heads=heads, lengths=(40, seqlen_k), dim=64, grad=False)
     return tuple((x.contiguous() if bhsd else x).requires_grad_() for x in (x.transpose(1, 2) for x in dense))
 
 

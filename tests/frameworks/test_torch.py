@@ -23,7 +23,7 @@ from tensors import (
     assert_results,
     gradients,
     loss,
-    made,
+    random_qkv,
     with_lse,
 )
 
@@ -32,14 +32,14 @@ from cuflash.frameworks.torch import attention
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_results_and_gradients_of_out_and_lse(mask: str, device: str) -> None:
-    tensors, options = made(device), MASKS[mask]
+    tensors, options = random_qkv(device), MASKS[mask]
     assert_results(tensors, *with_lse(*tensors, **options), **options)
     assert_gradients(gradients(with_lse, tensors, **options), tensors, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: Any, device: str) -> None:
-    tensors = made(device, dtype, dim=64)
+    tensors = random_qkv(device, dtype, dim=64)
     out = attention(*tensors, causal=True)
     assert out.dtype == dtype
     assert_results(tensors, out, causal=True)
@@ -51,11 +51,11 @@ def test_numerical_gradients(device: str) -> None:
     of_float32 = {"eps": 1e-2, "atol": 2e-3, "rtol": 2e-3, "nondet_tol": 1e-5}
     tolerances: dict[str, Any] = {} if device == "cpu" else of_float32
     function = functools.partial(with_lse, causal=True, softcap=3.0)
-    assert torch.autograd.gradcheck(function, made(device, dim=4), **tolerances)
+    assert torch.autograd.gradcheck(function, random_qkv(device, dim=4), **tolerances)
 
 
 def test_each_of_out_and_lse_alone(device: str) -> None:
-    tensors = made(device)
+    tensors = random_qkv(device)
     out, lse = with_lse(*tensors)
     for pick, dout, dlse in ((0, out.cos(), None), (1, torch.zeros_like(out), lse.cos())):
         found = torch.autograd.grad(with_lse(*tensors)[pick].sin().sum(), tensors, materialize_grads=True)
@@ -64,13 +64,13 @@ def test_each_of_out_and_lse_alone(device: str) -> None:
 
 @pytest.mark.parametrize("needed", range(3))
 def test_gradients_of_some_inputs_only(needed: int, device: str) -> None:
-    tensors = tuple(x.detach().requires_grad_(n == needed) for n, x in enumerate(made(device)))
+    tensors = tuple(x.detach().requires_grad_(n == needed) for n, x in enumerate(random_qkv(device)))
     attention(*tensors).sum().backward()
     assert [x.grad is not None for x in tensors] == [n == needed for n in range(3)]
 
 
 def test_without_gradients_nothing_is_kept(device: str) -> None:
-    tensors = made(device)
+    tensors = random_qkv(device)
     with torch.no_grad():
         assert attention(*tensors).grad_fn is None
     with torch.inference_mode():
@@ -80,7 +80,7 @@ def test_without_gradients_nothing_is_kept(device: str) -> None:
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_without_batch_or_heads(rank: int, device: str) -> None:
-    whole = made(device, heads=(1, 1))
+    whole = random_qkv(device, heads=(1, 1))
     part = tuple(x.detach()[0, :, 0] if rank == 2 else x.detach()[0] for x in whole)
     part = tuple(x.requires_grad_() for x in part)
     out, lse = with_lse(*part)
@@ -102,7 +102,7 @@ def test_compiled_is_eager_at_every_length(mask: str, backend: str) -> None:
     compiled = torch.compile(
         lambda *x: loss(*with_lse(*x, **MASKS[mask])), fullgraph=True, backend=backend, dynamic=True
     )
-    tensors = made(device)
+    tensors = random_qkv(device)
     for length in (9, 7, 5):
         cut = tuple(x[:, :length] for x in tensors)
         found = torch.autograd.grad(compiled(*cut), tensors)
@@ -112,7 +112,7 @@ def test_compiled_is_eager_at_every_length(mask: str, backend: str) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_ops_keep_the_rules_of_ops(grad: bool, device: str) -> None:
-    tensors = made(device, grad=grad)
+    tensors = random_qkv(device, grad=grad)
     options = (None, True, 4, -1, 1, 1.5, False)
     torch.library.opcheck(torch.ops.cuflash.attention, (*tensors, *options))
     given = tuple(x.detach() for x in (*tensors, *with_lse(*tensors)))
@@ -125,7 +125,7 @@ def test_exported_with_any_length() -> None:
         def forward(self, q: Any, k: Any, v: Any) -> Any:
             return attention(q, k, v, causal=True)
 
-    tensors = made("cpu", grad=False)
+    tensors = random_qkv("cpu", grad=False)
     length = torch.export.Dim("length", min=2, max=64)
     exported = torch.export.export(Layer(), tensors, dynamic_shapes=[{}, {1: length}, {1: length}])
     q, k, v = tensors
@@ -136,14 +136,14 @@ def test_checkpoints_compute_the_same_again(device: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
     for reentrant in (False, True):
-        tensors = made(device)
+        tensors = random_qkv(device)
         loss(*checkpoint(with_lse, *tensors, use_reentrant=reentrant)).backward()
         assert_gradients([x.grad for x in tensors], tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_casts_and_gives_gradients_back_in_the_dtype_of_the_inputs(dtype: Any, device: str) -> None:
-    tensors = made(device, torch.float32, dim=64)
+    tensors = random_qkv(device, torch.float32, dim=64)
     with torch.autocast(device, dtype=dtype):
         out, lse = with_lse(*tensors)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
@@ -158,7 +158,7 @@ def test_autocast_casts_and_gives_gradients_back_in_the_dtype_of_the_inputs(dtyp
 
 
 def test_what_is_not_there_says_so() -> None:
-    q, k, v = made("cpu")
+    q, k, v = random_qkv("cpu")
     (first,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match=r"second derivative.*create_graph"):
         torch.autograd.grad(first.sum(), q)
@@ -175,7 +175,7 @@ def test_what_is_not_there_says_so() -> None:
 
 
 def test_bad_input_is_judged_before_anything_runs() -> None:
-    q, k, v = made("cpu")
+    q, k, v = random_qkv("cpu")
     with pytest.raises(ProblemError, match=r"k has dtype float32, but q has float64"):
         attention(q, k.float(), v)
     with pytest.raises(ProblemError, match=r"heads_q must be a multiple of heads_kv"):
@@ -192,7 +192,7 @@ def test_bad_input_is_judged_before_anything_runs() -> None:
 
 
 def test_any_strides_and_gradients_that_are_expanded(device: str) -> None:
-    tensors = made(device)
+    tensors = random_qkv(device)
     swapped = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors)
     assert not swapped[0].is_contiguous()
     out = attention(*swapped)
@@ -201,7 +201,7 @@ def test_any_strides_and_gradients_that_are_expanded(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_what_was_computed() -> None:
-    tensors = made("cuda", torch.bfloat16, dim=64)
+    tensors = random_qkv("cuda", torch.bfloat16, dim=64)
     static = tuple(x.detach().clone().requires_grad_() for x in tensors)
 
     def step() -> Tensors:
@@ -242,7 +242,7 @@ def test_a_gradient_is_the_first_that_autograds_thread_does_on_the_gpu() -> None
 
 @pytest.mark.gpu
 def test_all_memory_is_of_torchs_allocator(cupy: Any) -> None:
-    tensors = made("cuda", torch.bfloat16, dim=64)
+    tensors = random_qkv("cuda", torch.bfloat16, dim=64)
     gradients(with_lse, tensors)
     pool, held = cupy.get_default_memory_pool().used_bytes(), held_by_torch()
     found = gradients(with_lse, tensors)
@@ -263,7 +263,7 @@ def held_by_torch() -> int:
 
 @pytest.mark.gpu
 def test_the_current_stream_is_used_and_other_gpus() -> None:
-    tensors = made("cuda", torch.float16, dim=64, grad=False)
+    tensors = random_qkv("cuda", torch.float16, dim=64, grad=False)
     wanted, side = attention(*tensors), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 from eager_torch import assert_close, eager
 from tensors import assert_equal
-from tensors import made as made_by_seqlen
+from tensors import random_qkv as made_by_seqlen
 
 from cuflash.frameworks.torch import attention, flex_attention
 

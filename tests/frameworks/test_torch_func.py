@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from tensors import assert_equal, assert_gradients, assert_pulled, in_numpy, loss, made, with_lse
+from tensors import assert_equal, assert_gradients, assert_pulled, in_numpy, loss, random_qkv, with_lse
 
 from cuflash import UnsupportedError
 from cuflash.frameworks.torch import attention
@@ -15,7 +15,7 @@ from cuflash.testing import oracle
 
 
 def test_function_transforms(device: str) -> None:
-    q, k, v = made(device, grad=False)
+    q, k, v = random_qkv(device, grad=False)
     stacked = torch.stack([q, 2 * q, -q])
     each = torch.stack([attention(x, k, v, causal=True) for x in stacked])
     assert_equal(torch.vmap(lambda x: attention(x, k, v, causal=True))(stacked), each)
@@ -24,7 +24,7 @@ def test_function_transforms(device: str) -> None:
 
 
 def test_gradients_by_function_transforms(device: str) -> None:
-    q, k, v = (x.detach() for x in made(device))
+    q, k, v = (x.detach() for x in random_qkv(device))
     gradient = torch.func.grad(lambda x: loss(*with_lse(x, k, v)))
     of_each = torch.vmap(gradient)(torch.stack([q, -q]))
     for x, found in ((q, gradient(q)), (q, of_each[0]), (-q, of_each[1])):
@@ -34,13 +34,13 @@ def test_gradients_by_function_transforms(device: str) -> None:
 
 
 def test_mapped_over_nothing(device: str) -> None:
-    q, k, v = made(device, grad=False)
+    q, k, v = random_qkv(device, grad=False)
     found = torch.vmap(lambda x: attention(x, k, v))(q.new_empty(0, *q.shape))
     assert found.shape == (0, *q.shape)
 
 
 def test_what_outlived_a_function_transform_is_taken_as_it_is(device: str) -> None:
-    q, k, v = made(device, grad=False)
+    q, k, v = random_qkv(device, grad=False)
     kept = []
 
     def value(k: Any) -> Any:
@@ -53,7 +53,7 @@ def test_what_outlived_a_function_transform_is_taken_as_it_is(device: str) -> No
 
 
 def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> None:
-    q, k, v = made(device)
+    q, k, v = random_qkv(device)
     x = torch.ones((), dtype=q.dtype, device=device)
 
     def value(x: Any) -> Any:
@@ -87,7 +87,7 @@ def test_gradients_of_cached_keys_that_a_transform_lets_through_are_refused() ->
 def test_programs_of_gradients_hold_the_ops(device: str) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    q, k, v = made(device, grad=False)
+    q, k, v = random_qkv(device, grad=False)
 
     def by_autograd(q: Any, k: Any, v: Any) -> Any:
         x = q.detach().requires_grad_()
@@ -105,7 +105,7 @@ def test_programs_of_gradients_hold_the_ops(device: str) -> None:
 
 
 def test_one_compiled_graph_holds_gradients_by_function_transforms(device: str) -> None:
-    q, k, v = made(device, grad=False)
+    q, k, v = random_qkv(device, grad=False)
 
     def value(q: Any, k: Any, v: Any) -> Any:
         return loss(*with_lse(q, k, v, deterministic=True))

@@ -16,11 +16,11 @@ from cuflash import ProblemError, UnsupportedError, mods
 
 torch = pytest.importorskip("torch")
 from eager_torch import assert_close, eager
-from tensors import assert_equal, loss, made, with_lse
+from tensors import assert_equal, loss, random_qkv, with_lse
 
 from cuflash.frameworks.torch import attention
 
-HEADS, ROWS, KEYS = 4, 9, 12  # of `made`
+HEADS, ROWS, KEYS = 4, 9, 12  # of `random_qkv`
 
 
 def parameter(device: str, *shape: int) -> Any:
@@ -58,7 +58,7 @@ ON_GPUS = ("alibi", "whole bias", "dropout")
 )
 def test_results_and_gradients(case: str, device: str) -> None:
     shape, arguments = CASES[case]
-    tensors, bias = made(device), parameter(device, *shape)
+    tensors, bias = random_qkv(device), parameter(device, *shape)
     beside = bias.detach().cpu().requires_grad_()
     copies = [x.detach().cpu().requires_grad_() for x in tensors]
     found, wanted = with_lse(*tensors, **arguments(bias)), eager(*copies, **arguments(beside))
@@ -69,7 +69,7 @@ def test_results_and_gradients(case: str, device: str) -> None:
 
 
 def test_a_mask_of_bools_and_no_parameters() -> None:
-    tensors = made("cpu")
+    tensors = random_qkv("cpu")
     seen = torch.rand(2, 1, ROWS, KEYS) > 0.4
     found, wanted = with_lse(*tensors, bias=seen), eager(*tensors, bias=seen)
     assert_close(found, wanted)
@@ -77,14 +77,14 @@ def test_a_mask_of_bools_and_no_parameters() -> None:
 
 
 def test_a_tensor_in_two_places_has_one_gradient() -> None:
-    tensors, x = made("cpu", grad=False), parameter("cpu", HEADS)
+    tensors, x = random_qkv("cpu", grad=False), parameter("cpu", HEADS)
     given = {"score_mod": lambda s, b, h, i, j: s * x[h], "mask_mod": lambda b, h, i, j: x[h] * j < 4, "sinks": x}
     found, wanted = attention(*tensors, **given), eager(*tensors, **given)[0]
     assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(wanted.sum(), x))
 
 
 def test_the_first_of_half_precision_gives_its_dtype() -> None:
-    tensors, slopes = made("cpu", torch.bfloat16), parameter("cpu", HEADS).detach().float().requires_grad_()
+    tensors, slopes = random_qkv("cpu", torch.bfloat16), parameter("cpu", HEADS).detach().float().requires_grad_()
     bias = torch.zeros(HEADS, 1, KEYS, dtype=torch.bfloat16, requires_grad=True)
     out = attention(*tensors, bias=bias, **_alibi(slopes))
     found = torch.autograd.grad(out.float().sum(), (*tensors, slopes, bias))
@@ -93,7 +93,7 @@ def test_the_first_of_half_precision_gives_its_dtype() -> None:
 
 
 def test_of_sequences_of_several_lengths() -> None:
-    q, k, v = (x.detach()[0].requires_grad_() for x in made("cpu", lengths=(9, 9)))
+    q, k, v = (x.detach()[0].requires_grad_() for x in random_qkv("cpu", lengths=(9, 9)))
     slopes, bounds = parameter("cpu", HEADS), torch.tensor([0, 4, 9], dtype=torch.int32)
     out = attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=5, max_seqlen_k=5, **_alibi(slopes))
     parts = [[x[None, begin:end] for x in (q, k, v)] for begin, end in ((0, 4), (4, 9))]
@@ -106,7 +106,7 @@ def test_of_sequences_of_several_lengths() -> None:
 
 
 def test_with_a_block_mask() -> None:
-    tensors = made("cpu", lengths=(100, 130))
+    tensors = random_qkv("cpu", lengths=(100, 130))
     bounds = torch.tensor([0, 50, 130])
     block_mask = cuflash.create_block_mask(mods.document(bounds), 1, 1, 100, 130, like=tensors[0])
     given = {"block_mask": block_mask}, {"mask_mod": block_mask.mask_mod}
@@ -115,7 +115,7 @@ def test_with_a_block_mask() -> None:
 
 
 def test_seeds_are_drawn_by_the_generator_of_the_device(device: str) -> None:
-    tensors = made(device, grad=False)
+    tensors = random_qkv(device, grad=False)
 
     def drawn() -> Any:
         return attention(*tensors, dropout_p=0.5)
@@ -130,7 +130,7 @@ def test_seeds_are_drawn_by_the_generator_of_the_device(device: str) -> None:
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_under_a_checkpoint(is_reentrant: bool, device: str) -> None:
-    tensors, slopes = made(device), parameter(device, HEADS)
+    tensors, slopes = random_qkv(device), parameter(device, HEADS)
 
     def run(*x: Any) -> Any:
         return attention(*x, dropout_p=0.4, **_alibi(slopes))
@@ -147,20 +147,20 @@ def test_under_a_checkpoint(is_reentrant: bool, device: str) -> None:
 
 
 def test_gradients_of_some_inputs_only() -> None:
-    tensors, slopes = made("cpu", grad=False), parameter("cpu", HEADS)
+    tensors, slopes = random_qkv("cpu", grad=False), parameter("cpu", HEADS)
     wanted = torch.autograd.grad(attention(*tensors, **_alibi(slopes)).sum(), slopes)
     assert_equal(torch.func.grad(lambda x: attention(*tensors, **_alibi(x)).sum())(slopes.detach()), wanted)
     q = tensors[0].requires_grad_()
     attention(*tensors, **_alibi(slopes.detach())).sum().backward()
     assert q.grad is not None
-    of_mask = attention(*made("cpu", grad=False), mask_mod=lambda b, h, i, j: slopes[h] < 0.5)
+    of_mask = attention(*random_qkv("cpu", grad=False), mask_mod=lambda b, h, i, j: slopes[h] < 0.5)
     assert of_mask.grad_fn is None  # a mask has no gradient
     with torch.no_grad():
         assert attention(*tensors, **_alibi(slopes)).grad_fn is None
 
 
 def test_functions_of_torch_func() -> None:
-    q, k, v = made("cpu", grad=False)
+    q, k, v = random_qkv("cpu", grad=False)
     slopes = parameter("cpu", HEADS).detach()
 
     def value(q: Any, slopes: Any) -> Any:
@@ -172,7 +172,7 @@ def test_functions_of_torch_func() -> None:
 
 
 def test_what_autograd_keeps_are_saved_tensors() -> None:
-    tensors, logs = made("cpu"), parameter("cpu", HEADS)
+    tensors, logs = random_qkv("cpu"), parameter("cpu", HEADS)
     slopes = logs.exp()
     kept = weakref.ref(slopes)
     out = attention(*tensors, **_alibi(slopes))
@@ -186,7 +186,7 @@ def test_what_autograd_keeps_are_saved_tensors() -> None:
 
 
 def test_a_tensor_that_changed_before_backward_is_noticed() -> None:
-    tensors, slopes = made("cpu"), parameter("cpu", HEADS)
+    tensors, slopes = random_qkv("cpu"), parameter("cpu", HEADS)
     out = attention(*tensors, **_alibi(slopes))
     with torch.no_grad():
         slopes.add_(1)
@@ -195,7 +195,7 @@ def test_a_tensor_that_changed_before_backward_is_noticed() -> None:
 
 
 def test_under_autocast() -> None:
-    tensors, sinks = made("cpu", torch.float32), torch.zeros(HEADS, dtype=torch.float16, requires_grad=True)
+    tensors, sinks = random_qkv("cpu", torch.float32), torch.zeros(HEADS, dtype=torch.float16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = attention(*tensors, sinks=sinks, **_alibi(torch.ones(HEADS)))
     assert out.dtype == torch.bfloat16
@@ -203,7 +203,7 @@ def test_under_autocast() -> None:
 
 
 def test_what_is_refused() -> None:
-    tensors, slopes = made("cpu"), parameter("cpu", HEADS)
+    tensors, slopes = random_qkv("cpu"), parameter("cpu", HEADS)
     given = _alibi(slopes)
     with pytest.raises(UnsupportedError, match="under vmap"):
         torch.vmap(lambda x: attention(x, *tensors[1:], **given))(torch.stack([tensors[0]] * 2))
@@ -230,7 +230,7 @@ def test_what_is_refused() -> None:
 
 
 def test_a_seed_is_judged_also_where_nothing_is_dropped(device: str) -> None:
-    q, k, v = (x.detach() for x in made(device))
+    q, k, v = (x.detach() for x in random_qkv(device))
     good = 3, torch.tensor(3, device=device), torch.tensor([3, 4], dtype=torch.int32, device=device)
     wrong = {
         "dropout_seed has shape": torch.zeros((), device=device),
@@ -276,7 +276,7 @@ class Model(torch.nn.Module):
 def test_compiled_around(backend: str) -> None:
     torch._dynamo.reset()
     device = "cpu" if backend == "aot_eager" else "cuda"
-    model, tensors = Model(device), made(device)
+    model, tensors = Model(device), random_qkv(device)
     inputs = (*tensors, *model.parameters())
     found = []
     for function in (model, torch.compile(model, backend=backend)):
@@ -289,12 +289,12 @@ def test_a_whole_graph_is_refused() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(Model("cpu"), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="leave fullgraph=False"):
-        compiled(*made("cpu"))
+        compiled(*random_qkv("cpu"))
 
 
 @pytest.mark.gpu
 def test_graphs_replay_with_new_seeds() -> None:
-    tensors, slopes = made("cuda", torch.bfloat16, dim=64), parameter("cuda", HEADS)
+    tensors, slopes = random_qkv("cuda", torch.bfloat16, dim=64), parameter("cuda", HEADS)
     inputs = (*tensors, slopes)
 
     def step() -> Any:

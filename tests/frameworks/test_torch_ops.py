@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention
 from cuflash.frameworks.torch.ops import Arguments
-from cuflash.testing.sequences import Sequences, made
+from cuflash.testing.sequences import Sequences, varlen_arrays
 
 USED = Sequences("used", (5, 0, 17), (9, 3, 17), used_k=True, spare_k=(0, 3, 2), causal=True, dims=(16, 24))
 PAGED = Sequences("paged", (3, 1), (40, 17), "packed", "paged", used_k=True, dtype="float32")
@@ -23,7 +23,7 @@ CACHE = Sequences("cache", (2,) * 3, (30,) * 3, "rectangle", "cache", dtype="flo
 
 def operands(case: Sequences, device: str, **more: Any) -> tuple[Any, ...]:
     """What the op takes."""
-    given = arguments_of(made(case).filled(0.0), device) | more
+    given = arguments_of(varlen_arrays(case).filled(0.0), device) | more
     tensors = tuple(given.pop(name) for name in "qkv")
     return *tensors, *Arguments.from_keywords(given, False)
 
@@ -150,7 +150,7 @@ def test_flops_without_batch_or_heads() -> None:
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_flops_of_sequences_are_those_of_each(case: Sequences, pairs: int, device: str) -> None:
-    arguments = arguments_of(made(case).filled(0.0), device, grad=case.has_gradients)
+    arguments = arguments_of(varlen_arrays(case).filled(0.0), device, grad=case.has_gradients)
     dim, dim_v = case.dims
     forward = 2 * 4 * pairs * (dim + dim_v)
     assert counted(lambda: attention(**arguments)) == forward

@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention
-from cuflash.testing.sequences import Sequences, check_gradients, drawn, made
+from cuflash.testing.sequences import Sequences, check_gradients, drawn, varlen_arrays
 
 PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 24), bounded=True)
 USED = replace(PACKED, name="used", used_q=True, used_k=True, spare_q=(1, 4, 0, 2), spare_k=(0, 3, 2, 1))
@@ -47,7 +47,7 @@ def called(given: Any, device: str, *, grad: bool = True, **more: Any) -> tuple[
 @each([*WITH_GRADIENTS, *CACHED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None:
-    given = made(replace(case, dtype=dtype))
+    given = varlen_arrays(replace(case, dtype=dtype))
     out, lse, leaves = called(given, device, grad=case.has_gradients)
     assert_sequences(given, out, lse)
     if case.has_gradients:
@@ -56,15 +56,15 @@ def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None
 
 @pytest.mark.drawn(20)
 def test_gradients_of_drawn_problems(seed: int, device: str) -> None:
-    given = made(drawn(seed, gradients=True), seed)
+    given = varlen_arrays(drawn(seed, gradients=True), seed)
     assert_pulled_sequences(given, *called(given, device))
-    given = made(drawn(seed), seed)
+    given = varlen_arrays(drawn(seed), seed)
     assert_sequences(given, *called(given, device, grad=False)[:2])
 
 
 @each(WITH_GRADIENTS)
 def test_numerical_gradients(case: Sequences) -> None:
-    given = made(replace(case, dtype="float64", dims=(3, 2), heads=(2, 1))).filled(0.0)
+    given = varlen_arrays(replace(case, dtype="float64", dims=(3, 2), heads=(2, 1))).filled(0.0)
     arguments = arguments_of(given, grad=True)
     leaves = tuple(arguments.pop(name) for name in "qkv")
 
@@ -80,7 +80,7 @@ def test_compiled_is_eager(case: Sequences, device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for seed in range(2):
-        given = made(replace(case, dtype="float32"), seed)
+        given = varlen_arrays(replace(case, dtype="float32"), seed)
         arguments = arguments_of(given, device, grad=case.has_gradients)
         found = compiled(**arguments, return_lse=True)
         assert_equal([x.detach() for x in found], [x.detach() for x in attention(**arguments, return_lse=True)])
@@ -116,7 +116,7 @@ def test_one_graph_trains_a_layer_on_packed_rows_of_any_lengths(device: str) -> 
 
 @each(WITH_GRADIENTS)
 def test_pulled_back_by_function_transforms(case: Sequences, device: str) -> None:
-    given = made(replace(case, dtype="float32"))
+    given = varlen_arrays(replace(case, dtype="float32"))
     arguments = arguments_of(given, device)
     leaves = tuple(arguments.pop(name) for name in "qkv")
     (out, lse), pull = torch.func.vjp(lambda *x: attention(*x, return_lse=True, **arguments), *leaves)
@@ -125,7 +125,7 @@ def test_pulled_back_by_function_transforms(case: Sequences, device: str) -> Non
 
 @each([*WITH_GRADIENTS, *CACHED])
 def test_mapped_over_is_refused_and_beside_a_map_it_works(case: Sequences, device: str) -> None:
-    arguments = arguments_of(made(case).filled(0.0), device)
+    arguments = arguments_of(varlen_arrays(case).filled(0.0), device)
     q = arguments.pop("q")
     with pytest.raises(UnsupportedError, match=r"(cu_seqlens_q|seqused_k).* under vmap.*further sequences"):
         torch.vmap(lambda x: attention(x, **arguments))(torch.stack([q, q]))
@@ -140,7 +140,7 @@ def test_mapped_over_is_refused_and_beside_a_map_it_works(case: Sequences, devic
 
 @each(CACHED)
 def test_cached_keys_have_no_gradients(case: Sequences, device: str) -> None:
-    arguments = arguments_of(made(case).filled(0.0), device, grad=True)
+    arguments = arguments_of(varlen_arrays(case).filled(0.0), device, grad=True)
     name = "page_table" if case is PAGED else "cache_batch_idx"
     words = rf"{name} was given and gradients are wanted.*torch.no_grad\(\), or gather"
     with pytest.raises(UnsupportedError, match=words):
@@ -155,7 +155,7 @@ def test_cached_keys_have_no_gradients(case: Sequences, device: str) -> None:
 
 @each([*WITH_GRADIENTS, *CACHED])
 def test_keys_in_splits_and_repeatable_gradients(case: Sequences, device: str) -> None:
-    given = made(replace(case, dtype="float32"))
+    given = varlen_arrays(replace(case, dtype="float32"))
     for more in ({"num_splits": 2}, {"split_size": 128}, {"num_splits": 1, "split_size": 256}):
         out, lse, leaves = called(given, device, grad=case.has_gradients, deterministic=True, **more)
         assert_sequences(given, out, lse)
@@ -179,7 +179,7 @@ def test_dense_calls_take_splits_too(device: str) -> None:
 def test_checkpoints_and_autocast(device: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    given = made(replace(PACKED, dtype="bfloat16"))
+    given = varlen_arrays(replace(PACKED, dtype="bfloat16"))
     arguments = arguments_of(given, device, grad=True)
     wide = {name: arguments[name].detach().float().requires_grad_() for name in "qkv"}
     leaves = tuple(arguments[name] for name in "qkv")
@@ -189,7 +189,7 @@ def test_checkpoints_and_autocast(device: str) -> None:
 
 
 def test_lengths_that_change_after_the_call_are_seen_by_autograd() -> None:
-    arguments = arguments_of(made(PACKED), grad=True)
+    arguments = arguments_of(varlen_arrays(PACKED), grad=True)
     out = attention(**arguments)
     arguments["cu_seqlens_q"].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -197,7 +197,7 @@ def test_lengths_that_change_after_the_call_are_seen_by_autograd() -> None:
 
 
 def test_bad_arguments_say_what_they_are() -> None:
-    arguments = arguments_of(made(PACKED).filled(0.0))
+    arguments = arguments_of(varlen_arrays(PACKED).filled(0.0))
     compiled = torch.compile(attention, backend="eager")
     for name, wrong, words in (
         ("cu_seqlens_q", [0, 5], "cu_seqlens_q is a list; give a torch tensor"),
@@ -221,7 +221,7 @@ def test_bad_arguments_say_what_they_are() -> None:
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_with_other_lengths() -> None:
     case = replace(PACKED, queries=(60, 4), keys=(60, 4), dims=(64, 64), bounded=False)
-    arguments = arguments_of(made(case), "cuda")
+    arguments = arguments_of(varlen_arrays(case), "cuda")
     attention(**arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -204,16 +204,16 @@ def test_patterns_that_are_something_else_are_not_taken_for_these() -> None:
     packed = utils.and_masks(utils.packed_sequence_mask_function(ids), window)
     if hasattr(utils, "packed_sequence_compatibility_function"):  # transformers 5.23
         packed = utils.packed_sequence_compatibility_function(window, ids, ids)
-    assert Pattern.of(causal) == (True, None, None)
-    assert Pattern.of(window) == (True, 4, None)
-    assert Pattern.of(packed)[:2] == (True, 4)
-    assert Pattern.of(packed).packed is ids
-    assert Pattern.of(utils.bidirectional_mask_function) == (False, None, None)
+    assert Pattern.from_mask_function(causal) == (True, None, None)
+    assert Pattern.from_mask_function(window) == (True, 4, None)
+    assert Pattern.from_mask_function(packed)[:2] == (True, 4)
+    assert Pattern.from_mask_function(packed).packed is ids
+    assert Pattern.from_mask_function(utils.bidirectional_mask_function) == (False, None, None)
     chunks = utils.chunked_causal_mask_function(4, torch.zeros(1))
     for other in (chunks, utils.or_masks(causal, window), utils.and_masks(causal, lambda *at: at[2] >= at[3]),
                   utils.and_masks(window, window), utils.sliding_window_overlay(3),
                   utils.sliding_window_bidirectional_mask_function(3)):  # fmt: skip
-        assert Pattern.of(other) is None
+        assert Pattern.from_mask_function(other) is None
 
 
 def test_bounds_beside_a_mask_tensor_count_too(calls: dict[str, int]) -> None:

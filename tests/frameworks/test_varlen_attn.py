@@ -16,10 +16,10 @@ if not hasattr(torch.nn.attention, "register_flash_attention_impl") or not hasat
     pytest.skip("needs PyTorch 2.13", allow_module_level=True)
 from libraries import torch_of
 from tensors import arguments_of, assert_equal, assert_results, assert_sequences, in_numpy
-from tensors import made as dense
+from tensors import random_qkv as dense
 
 from cuflash.frameworks.torch import attention, sdpa
-from cuflash.testing.sequences import Made, Sequences, check_gradients, made, upstream
+from cuflash.testing.sequences import Sequences, VarlenArrays, check_gradients, upstream, varlen_arrays
 
 OPS = torch.ops.aten
 PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), dims=(16, 16), bounded=True)
@@ -53,9 +53,11 @@ class Kernel:
         raise NotImplementedError(f"PyTorch's own {self.name}")
 
 
-def called(given: Made, device: str, *, grad: bool = False, out: Any = None, **more: Any) -> tuple[Any, Any, Any]:
+def called(
+    given: VarlenArrays, device: str, *, grad: bool = False, out: Any = None, **more: Any
+) -> tuple[Any, Any, Any]:
     """out, lse and the leaves of a call of PyTorch's function."""
-    arguments, of = arguments_of(given, device, grad=grad), given.of
+    arguments, of = arguments_of(given, device, grad=grad), given.sequences
     leaves = tuple(arguments[name] for name in "qkv")
     lengths = max(of.queries), max(of.keys)
     keywords = {
@@ -75,7 +77,7 @@ def called(given: Made, device: str, *, grad: bool = False, out: Any = None, **m
 @pytest.mark.parametrize("case", [PACKED, CAUSAL, WINDOW, USED, PAGED], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None:
-    given = made(replace(case, dtype=dtype))
+    given = varlen_arrays(replace(case, dtype=dtype))
     trains = case.has_gradients and not case.used_k  # PyTorch has no gradients with used lengths
     out, lse, leaves = called(given, device, grad=trains)
     assert_sequences(given, out, lse)
@@ -90,7 +92,7 @@ def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None
 
 
 def test_gradients_are_those_of_float64(device: str) -> None:
-    given = made(CAUSAL)
+    given = varlen_arrays(CAUSAL)
     arguments = arguments_of(given, device)
     bounds, lengths = [arguments[f"cu_seqlens_{side}"] for side in "qk"], (17, 17)
     q, k, v = (arguments[name] for name in "qkv")
@@ -104,7 +106,7 @@ def test_gradients_are_those_of_float64(device: str) -> None:
 
 
 def test_an_out_that_is_given_keeps_rows_of_no_sequence(device: str) -> None:
-    given = made(CAUSAL)
+    given = varlen_arrays(CAUSAL)
     target = torch.full_like(arguments_of(given, device)["q"].detach(), 7.0)
     out, lse, _ = called(given, device, out=target)
     assert out.data_ptr() == target.data_ptr()
@@ -114,7 +116,7 @@ def test_an_out_that_is_given_keeps_rows_of_no_sequence(device: str) -> None:
 
 
 def test_bounds_beside_a_table_tell_lengths(device: str) -> None:
-    given = made(PAGED)
+    given = varlen_arrays(PAGED)
     arguments = arguments_of(given, device)
     bounds = torch.nn.functional.pad(arguments["seqused_k"].cumsum(0, dtype=torch.int32), (1, 0))
     q, k, v = (arguments[name] for name in "qkv")
@@ -144,7 +146,7 @@ def test_results_have_the_strides_of_their_operands(device: str) -> None:
 
 def test_compiled_whole_with_gradients(device: str) -> None:
     torch._dynamo.reset()
-    given = made(CAUSAL)
+    given = varlen_arrays(CAUSAL)
     arguments = arguments_of(given, device, grad=True)
     leaves = tuple(arguments[name] for name in "qkv")
     bounds = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]

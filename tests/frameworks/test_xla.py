@@ -243,7 +243,7 @@ def test_operands_take_their_places_by_name_and_both_halves_of_one_operand(gpus:
     problem = whole.problem(FORWARD, "cuda:1")
     whole = whole._replace(workspace=plan(problem, H100).workspace_bytes // 4)
     assert problem.spec("v").strides == (16 * 2 * 128, 2 * 128, 128, 1)
-    assert Static.of(problem, names) == static
+    assert Static.from_problem(problem, names) == static
     pointers = *(4096 * (n + 1) for n in range(5)), 2**20, 2**21, 2**22
     call = SimpleNamespace(attribute=lambda: whole.encode().tobytes(), pointers=lambda: pointers, stream=lambda: 7,
                            ordinal=lambda: 1)  # fmt: skip

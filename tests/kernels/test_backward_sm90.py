@@ -19,7 +19,7 @@ from cuflash.planning import backward as plan_backward
 from cuflash.planning import device, tiles_sm90
 from cuflash.planning.planner import plan as make_plan
 from cuflash.testing.cases import Case, numpy_dtype
-from cuflash.testing.gradients import Given, backward, check, given_for
+from cuflash.testing.gradients import BackwardArgs, backward, backward_args, check
 from cuflash.testing.layouts import heads_first, host, identical, laid_out, odd_start, reversed_keys
 
 pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("new_memory_holds_nan")]
@@ -43,7 +43,7 @@ def dims(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
         yield request.param.head_dim, request.param.head_dim_v
 
 
-def run(case: Case, made: Given, *, hopper: bool = True, **more: Any) -> tuple[Any, ...]:
+def run(case: Case, made: BackwardArgs, *, hopper: bool = True, **more: Any) -> tuple[Any, ...]:
     """Gradients by the kernel that is expected: the Hopper one or not."""
     with one_call(hopper):
         return backward(case, made, **more)
@@ -51,7 +51,7 @@ def run(case: Case, made: Given, *, hopper: bool = True, **more: Any) -> tuple[A
 
 @pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
 def test_the_generic_kernels_agree_with_float64_too(cupy: Any, case: Case) -> None:
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     with planned_with(plan_backward, _reason_against=lambda *_: "the test asks for it"):
         for deterministic in (False, True):
             check(case, made, run(case, made, hopper=False, deterministic=deterministic))
@@ -63,7 +63,7 @@ def test_lengths_around_the_tiles(cupy: Any, dtype: str, dims: tuple[int, int], 
     for length, other, causal in itertools.product((1, 63, 64, 65, 127, 128, 129, 257), (1, 200), (False, True)):
         for lengths in ((length, other), (other, length)):
             case = Case("length", 1, *lengths, 2, 2, *dims, dtype, causal=causal)
-            made = given_for(case, cupy)
+            made = backward_args(case, cupy)
             check(case, made, run(case, made, deterministic=deterministic))
 
 
@@ -86,7 +86,7 @@ def test_many_blocks_under_every_mask(cupy: Any, mask: str, dims: tuple[int, int
     for dtype, fewer in (("bfloat16", 0), ("float16", 24)):
         head_dim, head_dim_v = dims[0], dims[1] - fewer
         case = Case(mask, 1, 500, 600, 2, 2, head_dim, head_dim_v, dtype, **MASKS[mask])
-        made = given_for(case, cupy)
+        made = backward_args(case, cupy)
         got = run(case, made, deterministic=deterministic)
         check(case, made, got)
         begin, end = case.problem().mask.row_range(0, 600)
@@ -99,7 +99,7 @@ def test_many_blocks_under_every_mask(cupy: Any, mask: str, dims: tuple[int, int
 @pytest.mark.parametrize("mask", MASKS)
 def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str, head_dim: int) -> None:
     case = Case(mask, 6, 300, 700, 2, 2, head_dim, head_dim, "bfloat16", **MASKS[mask])
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     _, dk, dv = run(case, made)
     table = tuple(replace(tile, key_blocks=4) for tile in tiles_sm90.BACKWARD)
     with planned_with(tiles_sm90, BACKWARD=table), planned_with(plan_backward, SHORT_WAVES=0):
@@ -109,7 +109,7 @@ def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str,
         assert mask == "full" or identical(got[1:], (dk, dv))  # dq alone is added up in another order
 
 
-def check_in_many_orders(cupy: Any, case: Case, made: Given, runs: int) -> None:
+def check_in_many_orders(cupy: Any, case: Case, made: BackwardArgs, runs: int) -> None:
     """Holds gradients whose sums have no fixed order: the first, and of so many more the least and greatest of each."""
     first = run(case, made)
     check(case, made, first)
@@ -135,7 +135,7 @@ SHARED = {
 def test_blocks_that_share_key_blocks_add_up_dk_and_dv(cupy: Any, shape: str, dims: tuple[int, int]) -> None:
     case = Case(shape, *SHARED[shape], *dims, "bfloat16")
     assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["shared_keys"]
-    check_in_many_orders(cupy, case, given_for(case, cupy), 100)
+    check_in_many_orders(cupy, case, backward_args(case, cupy), 100)
 
 
 @pytest.mark.parametrize("dims", FUSED, indirect=True)
@@ -144,7 +144,7 @@ def test_blocks_that_share_query_heads_add_up_dk_and_dv(cupy: Any, mask: str, di
     for heads in ((8, 1), (6, 2)):
         case = Case(mask, 2, 1500, 600, *heads, *dims, "bfloat16", **MASKS[mask])
         assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["parts_log2"]
-        check_in_many_orders(cupy, case, given_for(case, cupy), 50)
+        check_in_many_orders(cupy, case, backward_args(case, cupy), 50)
 
 
 @pytest.mark.parametrize("dims", BY_ROWS, indirect=True)
@@ -157,7 +157,7 @@ def test_two_blocks_that_share_query_heads_by_rows_give_the_same_bits_each_time(
         case = Case(mask, batch, 900, 260, *heads, *dims, "bfloat16", **MASKS[mask])
         launches = make_plan(case.problem("backward"), device.query(0)).launches
         assert all(each.variant.tile.shares_heads for each in launches[2:])
-        made = given_for(case, cupy)
+        made = backward_args(case, cupy)
         first = run(case, made)
         check(case, made, first)
         for _ in range(50):
@@ -190,16 +190,16 @@ def test_blocks_that_share_key_blocks_of_several_lengths_add_up_dk_and_dv(
 @DETERMINISTIC
 def test_groups_of_heads_share_keys(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("group", 17, 150, 520, 6, 2, *dims, "bfloat16", window_size=(300, 100))  # fills the GPU
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     check(case, made, run(case, made, deterministic=deterministic))
 
 
 @DETERMINISTIC
 def test_a_head_does_not_depend_on_the_others(cupy: Any, deterministic: bool) -> None:
     case = Case("heads", 3, 333, 500, 14, 14, 64, 64, "float16", causal=True)  # more than start together
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     got = run(case, made, deterministic=deterministic)
-    alone = Given(*(x[1:2] for x in made))
+    alone = BackwardArgs(*(x[1:2] for x in made))
     for x, y, name in zip(run(case, alone, deterministic=deterministic), got, ("dq", "dk", "dv"), strict=True):
         if deterministic or name != "dq":
             assert (bits(x) == bits(y[1:2])).all()
@@ -208,7 +208,7 @@ def test_a_head_does_not_depend_on_the_others(cupy: Any, deterministic: bool) ->
 @DETERMINISTIC
 def test_nan_that_nobody_sees_changes_nothing(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("nan", 2, 300, 400, 2, 2, *dims, "bfloat16", window_size=(100, 0), diagonal_offset=-50)
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     wanted = run(case, made, deterministic=deterministic)
     rows, keys = case.problem().mask.row_range(0, 400), case.problem().mask.key_range(0, 300)
     assert rows == (50, 300)
@@ -219,7 +219,7 @@ def test_nan_that_nobody_sees_changes_nothing(cupy: Any, dims: tuple[int, int], 
         view[:, :begin] = view[:, end:] = cupy.nan
         return view
 
-    bad = Given(
+    bad = BackwardArgs(
         poisoned(made.dout, *rows), poisoned(made.q, *rows), poisoned(made.k, *keys), poisoned(made.v, *keys),
         poisoned(made.out, *rows), *made[5:],
     )  # fmt: skip
@@ -232,7 +232,7 @@ def test_nan_that_nobody_sees_changes_nothing(cupy: Any, dims: tuple[int, int], 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_operands_that_tma_cannot_read_are_read_all_the_same(cupy: Any, name: str) -> None:
     case = Case("views", 2, 150, 200, 2, 2, 64, 64, "float16", causal=True)
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     wanted = run(case, made, deterministic=True)
     x = getattr(made, name)
     assert identical(run(case, made._replace(**{name: heads_first(x)}), deterministic=True), wanted)
@@ -243,7 +243,7 @@ def test_operands_that_tma_cannot_read_are_read_all_the_same(cupy: Any, name: st
 
 def test_deterministic_repeats_are_the_same_bits_under_other_memory_traffic(cupy: Any, dims: tuple[int, int]) -> None:
     case = Case("repeats", 2, 1000, 1100, 5, 5, *dims, "bfloat16", causal=True)
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     first = run(case, made, deterministic=True)
     same, other = cupy.ones((), bool), cupy.cuda.Stream(non_blocking=True)
     source, target = cupy.zeros(1 << 26, "float32"), cupy.empty(1 << 26, "float32")
@@ -257,7 +257,7 @@ def test_deterministic_repeats_are_the_same_bits_under_other_memory_traffic(cupy
 
 def test_work_on_several_streams_at_once_is_right(cupy: Any) -> None:
     case = Case("streams", 4, 500, 500, 8, 8, 128, 128, "bfloat16", causal=True)
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     wanted = run(case, made, deterministic=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     cupy.cuda.Device().synchronize()
@@ -272,7 +272,7 @@ def test_work_on_several_streams_at_once_is_right(cupy: Any) -> None:
 
 def test_scores_of_ten_thousand_stay_finite(cupy: Any) -> None:
     case = Case("large", 1, 200, 300, 2, 2, 64, 64, "bfloat16", causal=True, softmax_scale=1.0)
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     q, k = ((x.astype("f4") * 40).astype(x.dtype) for x in (made.q, made.k))
     assert float(cupy.abs(cupy.einsum("bqhd,bkhd->bhqk", q.astype("f4"), k.astype("f4"))).max()) > 1e4
     out, lse = cuflash.forward(q, k, made.v, return_lse=True, **case.arguments())

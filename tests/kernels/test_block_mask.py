@@ -20,9 +20,9 @@ from cuflash.reference.block_mask import EMPTY, FULL, PARTIAL, mask_tiles_of
 from cuflash.testing.cases import Case
 from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put, everything, joined, sinks_of
 from cuflash.testing.layouts import host, identical
-from cuflash.testing.mod_oracle import Given, check, check_gradients
+from cuflash.testing.mod_oracle import OracleInputs, check, check_gradients
 from cuflash.testing.mods import bounds_case, forward, make_oracle_mods
-from cuflash.testing.sequences import Sequences, made, upstream
+from cuflash.testing.sequences import Sequences, upstream, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 
@@ -76,7 +76,7 @@ PACKED = Sequences("cells", (130, 0, 300, 1), (65, 200, 300, 64), bounded=True, 
 
 @pytest.mark.parametrize("name", ["causal_document", "prefix", "striped"])
 def test_cells_of_sequences_are_those_of_their_used_lengths(cupy: Any, name: str) -> None:
-    given = made(PACKED)
+    given = varlen_arrays(PACKED)
     of = bounds_case(given)
     varlen_kwargs = {name: cupy.asarray(x) for name, x in given.varlen_kwargs.items()}
     lengths = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
@@ -118,7 +118,7 @@ def test_calls_with_a_block_mask_give_the_same_bits(cupy: Any, name: str, any_gp
             sizes = case.batch if of_all else 1, case.heads_q if of_all else 1, *lengths
             block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], *sizes, like=arrays[0])
             wanted = results(case, mod_kwargs, arrays)
-            check(Given.dense(case, case.arrays()), make_oracle_mods(make, case), *wanted[:2])
+            check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case), *wanted[:2])
             assert identical(results(case, mod_kwargs, arrays, block_mask=block_mask), wanted)
             del mod_kwargs["mask_mod"]
             assert identical(results(case, mod_kwargs, arrays, block_mask=block_mask), wanted)
@@ -132,7 +132,7 @@ def test_a_block_mask_goes_with_scores_a_window_and_a_cap(cupy: Any, dims: tuple
     wanted = mod_kwargs.pop("captured_grads")
     mod_kwargs["block_mask"] = cuflash.create_block_mask(mod_kwargs.pop("mask_mod"), 2, 1, 400, 450, like=arrays[0])
     out, lse = cuflash.forward(*arrays, return_lse=True, **case.arguments(), **mod_kwargs)
-    given, of_numpy = Given.dense(case, case.arrays()), make_oracle_mods(everything, case)
+    given, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(everything, case)
     check(given, of_numpy, out, lse)
     *found, grads = cuflash.backward(out, *arrays, out, lse, **case.arguments(), **mod_kwargs, captured_grads=wanted)
     check_gradients(given, of_numpy, host(out), None, found, grads)
@@ -160,7 +160,7 @@ def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
             found.append(results(case, {"block_mask": block_mask}, arrays))
             assert not any(host(x)[:, hidden].any() for x in found[-1][3:])
         assert identical(*found)
-    check(Given.dense(case, (q, k, v)), make_oracle_mods(make, case), *found[0][:2])
+    check(OracleInputs.dense(case, (q, k, v)), make_oracle_mods(make, case), *found[0][:2])
 
 
 @pytest.mark.parametrize("any_gpu", [False, True])
@@ -177,7 +177,7 @@ def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
     arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
     block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 3, 4, 390, 450, like=arrays[0])
     assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
-    given, of_numpy = Given.dense(case, case.arrays()), make_oracle_mods(make, case)
+    given, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case)
     with for_any_gpu() if any_gpu else nullcontext():
         for keywords in (mod_kwargs, {"block_mask": block_mask}):
             out, lse, *gradients = results(case, keywords, arrays)
@@ -216,13 +216,13 @@ def test_long_runs_of_empty_cells_are_passed_over(cupy: Any, axis: str, any_gpu:
     with for_any_gpu() if any_gpu else nullcontext():
         found = results(case, {"block_mask": block_mask}, arrays)
         assert identical(results(case, mod_kwargs, arrays), found)
-    given, of_numpy = Given.dense(case, case.arrays()), make_oracle_mods(make, case)
+    given, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case)
     check(given, of_numpy, *found[:2])
     check_gradients(given, of_numpy, host(found[0]), None, found[2:])
 
 
 def test_packed_calls_with_a_block_mask(cupy: Any) -> None:
-    given = made(PACKED)
+    given = varlen_arrays(PACKED)
     of, arguments = bounds_case(given), given.arguments(cupy)
     make = FUNCTIONS["causal_document"]
     mod_kwargs = make(cupy.asarray, of)
@@ -232,7 +232,7 @@ def test_packed_calls_with_a_block_mask(cupy: Any) -> None:
     wanted = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
     found = cuflash.forward(**arguments, return_lse=True, block_mask=block_mask)
     assert identical(found, wanted)
-    whole = Given.of_lengths(given)
+    whole = OracleInputs.from_varlen(given)
     check(whole, make_oracle_mods(make, of), *found)
     dout, dlse = (cupy.asarray(x) for x in upstream(given))
     dout, dlse = dout.reshape(found[0].shape), dlse.reshape(found[1].shape)

@@ -34,9 +34,9 @@ from cuflash.testing.functions import (
     sinks_of,
 )
 from cuflash.testing.layouts import host, identical
-from cuflash.testing.mod_oracle import Given, check_gradients
+from cuflash.testing.mod_oracle import OracleInputs, check_gradients
 from cuflash.testing.mods import bounds_case, check_backward, check_repeated, make_oracle_mods
-from cuflash.testing.sequences import Sequences, made, upstream
+from cuflash.testing.sequences import Sequences, upstream, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # why no axis of length 1: a bias that is broadcast along other axes is other code.
@@ -242,7 +242,7 @@ SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 @pytest.mark.parametrize("any_gpu", [False, True])
 @pytest.mark.parametrize("case", [PACKED, SHIFTED], ids=["packed", "shifted"])
 def test_sequences_of_several_lengths(cupy: Any, case: Sequences, any_gpu: bool, deterministic: bool) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     of = bounds_case(given)
     with for_any_gpu() if any_gpu else nullcontext():
         for make in (of_several, bias_of("bhqk")):
@@ -254,4 +254,4 @@ def test_sequences_of_several_lengths(cupy: Any, case: Sequences, any_gpu: bool,
             *found, grads = cuflash.backward(
                 dout.reshape(out.shape), **state, **arguments, **mod_kwargs, captured_grads=wanted
             )
-            check_gradients(Given.of_lengths(given), make_oracle_mods(make, of), *upstream(given), found, grads)
+            check_gradients(OracleInputs.from_varlen(given), make_oracle_mods(make, of), *upstream(given), found, grads)

@@ -20,9 +20,9 @@ from cuflash.reference.dropout import SHARES, is_kept, share_kept
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.functions import FUNCTIONS, Arguments, Put, dropped, joined
 from cuflash.testing.layouts import host, identical
-from cuflash.testing.mod_oracle import Given, check, check_gradients
+from cuflash.testing.mod_oracle import OracleInputs, check, check_gradients
 from cuflash.testing.mods import bounds_case, check_backward, check_forward, check_repeated, make_oracle_mods
-from cuflash.testing.sequences import Sequences, made, upstream
+from cuflash.testing.sequences import Sequences, upstream, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 SEED = 2**40 + 7
@@ -120,7 +120,7 @@ PACKED = Sequences("dropped", (130, 0, 63, 1), (65, 5, 200, 64), bounded=True, u
 
 @any_family
 def test_sequences_of_several_lengths_drop_by_their_own_numbers(cupy: Any, any_gpu: bool) -> None:
-    given = made(PACKED)
+    given = varlen_arrays(PACKED)
     dim, most = PACKED.dims[1], max(PACKED.keys)
     parts = []
     with family(any_gpu):
@@ -187,9 +187,9 @@ SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 def test_backward_of_sequences_of_several_lengths(
     cupy: Any, case: Sequences, dims: tuple[int, int], any_gpu: bool
 ) -> None:
-    given = made(replace(case, dims=dims, dtype="bfloat16" if dims[0] > 64 else "float16"))
+    given = varlen_arrays(replace(case, dims=dims, dtype="bfloat16" if dims[0] > 64 else "float16"))
     arguments, mod_kwargs = given.arguments(cupy), dropped(cupy.asarray, bounds_case(given))
-    whole, of_numpy = Given.of_lengths(given), make_oracle_mods(dropped, bounds_case(given))
+    whole, of_numpy = OracleInputs.from_varlen(given), make_oracle_mods(dropped, bounds_case(given))
     dout, dlse = (cupy.asarray(x) for x in upstream(given))
     with family(any_gpu):
         out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
@@ -234,4 +234,4 @@ def test_tensors_of_torch_take_a_tensor_for_the_seed(cupy: Any) -> None:
     q, k, v = (torch_of(x, "cuda") for x in case.arrays())
     out, lse = cuflash.forward(q, k, v, return_lse=True, dropout_p=0.3, dropout_seed=seed)
     found = out.cpu().numpy(), lse.cpu().numpy()
-    check(Given.dense(case, case.arrays()), make_oracle_mods(dropped, case), *found)
+    check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(dropped, case), *found)

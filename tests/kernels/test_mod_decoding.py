@@ -21,9 +21,9 @@ from cuflash.mods import seqlen_k, seqlen_q
 from cuflash.planning import decoding
 from cuflash.testing.functions import FUNCTIONS, Maker, alibi, bias_of, bounded, dropped, joined, sinks_of, softcap
 from cuflash.testing.layouts import host, identical
-from cuflash.testing.mod_oracle import Given, check
+from cuflash.testing.mod_oracle import OracleInputs, check
 from cuflash.testing.mods import bounds_case, make_oracle_mods, without_grads
-from cuflash.testing.sequences import Made, Sequences, made
+from cuflash.testing.sequences import Sequences, VarlenArrays, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = (2100, 0, 1, 127, 128, 129, 63, 65)
@@ -69,7 +69,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def forward(cupy: Any, given: Made, make: Maker, **more: Any) -> Any:
+def forward(cupy: Any, given: VarlenArrays, make: Maker, **more: Any) -> Any:
     """`(out, lse)`."""
     mod_kwargs = without_grads(make(cupy.asarray, bounds_case(given)))
     return cuflash.forward(**given.arguments(cupy) | mod_kwargs | more, return_lse=True)
@@ -77,7 +77,7 @@ def forward(cupy: Any, given: Made, make: Maker, **more: Any) -> Any:
 
 def check_all(cupy: Any, of: Sequences, make: Maker, **more: Any) -> Any:
     """A call that shares keys out, held against float64. Returns out and lse, which are the same bits again."""
-    given = made(of)
+    given = varlen_arrays(of)
     with launched() as plans:
         out, lse = forward(cupy, given, make, **more)
     if max(of.queries) * of.heads[0] // of.heads[1] <= decoding.FEW_ROWS and more.get("num_splits") != 1:
@@ -87,7 +87,7 @@ def check_all(cupy: Any, of: Sequences, make: Maker, **more: Any) -> Any:
         *before, name = names_of(plans)  # where none decodes, mask tiles are found before
         assert ("_decode" in name) == ("_decode" in plain.kernel)
         assert not before or "_decode" not in name
-    check(Given.of_lengths(given), make_oracle_mods(make, bounds_case(given)), out, lse)
+    check(OracleInputs.from_varlen(given), make_oracle_mods(make, bounds_case(given)), out, lse)
     unused = given.unused("q")
     assert not host(out).reshape(*unused.shape, -1)[unused].any()
     assert np.isneginf(host(lse).reshape(len(unused), -1, unused.shape[1]).swapaxes(1, 2)[unused]).all()
@@ -126,8 +126,12 @@ def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int]
 @pytest.mark.parametrize("page_size", [1, 16, 64, 96, 256])
 def test_pages_of_any_size_and_pages_that_are_not_there(cupy: Any, page_size: int) -> None:
     check_all(cupy, replace(PAGES, page_size=page_size), everything)
-    given = made(replace(PAGES, page_size=page_size)).without_pages(seed=1)
-    check(Given.of_lengths(given), make_oracle_mods(everything, bounds_case(given)), *forward(cupy, given, everything))
+    given = varlen_arrays(replace(PAGES, page_size=page_size)).without_pages(seed=1)
+    check(
+        OracleInputs.from_varlen(given),
+        make_oracle_mods(everything, bounds_case(given)),
+        *forward(cupy, given, everything),
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_a_row_has_the_same_bits_split_or_not(cupy: Any, queries: int, name: str
     make = sinks_of() if name == "sinks" else joined(sinks_of(), bounded, bias_of("1hqk", "bool"))
     case = Sequences("split", (queries,) * 2, (keys,) * 2, "rectangle", "paged", page_size=page_size, used_k=True,
                      heads=(8, 1))  # fmt: skip
-    given = made(case)
+    given = varlen_arrays(case)
     table = given.varlen_kwargs["page_table"].copy()
     table[:, keys // num_splits // page_size :] = -1
     split = forward(cupy, given.with_varlen(page_table=table), make, num_splits=num_splits)
@@ -185,7 +189,7 @@ def test_a_row_has_the_same_bits_split_or_not(cupy: Any, queries: int, name: str
 
 def test_a_sink_of_minus_infinity_is_none_and_one_of_any_size_is_counted_once(cupy: Any) -> None:
     for case in (ROWS, MANY_ROWS, PAGES):
-        given = made(case)
+        given = varlen_arrays(case)
         heads = case.heads[0]
         plain = [host(x).astype("f8") for x in cuflash.forward(**given.arguments(cupy), return_lse=True)]
         none = cupy.full(heads, -np.inf, "float32")
@@ -206,16 +210,16 @@ def test_a_sink_of_minus_infinity_is_none_and_one_of_any_size_is_counted_once(cu
 
 
 def test_weights_that_are_dropped_run_unsplit(cupy: Any) -> None:
-    given = made(ROWS)
+    given = varlen_arrays(ROWS)
     make = joined(sinks_of(), dropped)
     with launched() as plans:
         got = forward(cupy, given, make)
     assert "_decode" not in names_of(plans)[0]
-    check(Given.of_lengths(given), make_oracle_mods(make, bounds_case(given)), *got)
+    check(OracleInputs.from_varlen(given), make_oracle_mods(make, bounds_case(given)), *got)
 
 
 def test_a_graph_reads_lengths_and_arrays_anew(cupy: Any) -> None:
-    given = made(PAGES)
+    given = varlen_arrays(PAGES)
     arguments, mod_kwargs = given.arguments(cupy), without_grads(everything(cupy.asarray, bounds_case(given)))
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()

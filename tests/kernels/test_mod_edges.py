@@ -32,7 +32,7 @@ from cuflash.testing.functions import (
     slopes_of,
 )
 from cuflash.testing.layouts import host, identical
-from cuflash.testing.mod_oracle import Given, OracleMods, check
+from cuflash.testing.mod_oracle import OracleInputs, OracleMods, check
 from cuflash.testing.mods import check_backward, check_forward, make_oracle_mods, without_grads
 from cuflash.testing.oracle import assert_units
 
@@ -96,7 +96,7 @@ def test_keys_that_nobody_sees_leave_no_trace(cupy: Any, name: str, any_gpu: boo
             assert not any(host(x)[:, hidden].any() for x in gradients[1:])
             found.append((out, lse, *gradients))
             if not fill:
-                check(Given.dense(case, (q, k, v)), make_oracle_mods(make, case), out, lse)
+                check(OracleInputs.dense(case, (q, k, v)), make_oracle_mods(make, case), out, lse)
     assert all(identical(each, found[0]) for each in found[1:])
 
 
@@ -157,7 +157,7 @@ def check_large(put: Put, case: Case, letters: str) -> None:
         bias = np.where(large[:, None], of_large, drawn(letters, *shape)).astype(np.float32)
         found.append([host(x) for x in cuflash.forward(*there, return_lse=True, bias=put(bias))])
     (out, lse), (of_ordinary, lse_of_ordinary) = found
-    check(Given.dense(case, (q, k, v)), OracleMods.of({"bias": bias}), of_ordinary, lse_of_ordinary)
+    check(OracleInputs.dense(case, (q, k, v)), OracleMods.from_kwargs({"bias": bias}), of_ordinary, lse_of_ordinary)
     assert identical([out[:, ~large]], [of_ordinary[:, ~large]])
     assert identical([lse[:, :, ~large]], [lse_of_ordinary[:, :, ~large]])
     mean = np.repeat(v.astype(np.float64).mean(axis=1, keepdims=True), case.heads_q // case.heads_kv, axis=2)

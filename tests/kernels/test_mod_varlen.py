@@ -20,9 +20,9 @@ import cuflash
 from cuflash.mods import seqlen_k, seqlen_q
 from cuflash.testing.functions import FUNCTIONS, Maker, alibi, bias_of, joined, sinks_of
 from cuflash.testing.layouts import host, identical
-from cuflash.testing.mod_oracle import Given, check
+from cuflash.testing.mod_oracle import OracleInputs, check
 from cuflash.testing.mods import bounds_case, check_of_lengths, make_oracle_mods, without_grads
-from cuflash.testing.sequences import Sequences, made
+from cuflash.testing.sequences import Sequences, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 PACKED = Sequences("packed", (130, 0, 300, 1, 65), (200, 70, 300, 64, 0), bounded=True)
@@ -76,13 +76,13 @@ def test_each_sequence_agrees_with_float64(cupy: Any, case: Sequences, name: str
     if name == "striped" and case.name not in ("packed", "used", "pages", "far", "d256x256"):
         pytest.skip("too many kernels")
     with for_any_gpu() if any_gpu else nullcontext():
-        check_of_lengths(MAKERS[name], made(case), cupy)
+        check_of_lengths(MAKERS[name], varlen_arrays(case), cupy)
 
 
 @pytest.mark.skipif(ON_HOPPER[1].args[0], reason="needs a GPU of sm_90")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     arguments, mod_kwargs = given.arguments(cupy), without_grads(MAKERS["places"](cupy.asarray, bounds_case(given)))
     with launched() as ran:
         cuflash.forward(**arguments, **mod_kwargs)
@@ -104,12 +104,12 @@ def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
 
 
 def test_pages_that_are_not_there_hide_their_keys(cupy: Any) -> None:
-    given = made(replace(PACKED, place_k="paged", used_k=True, causal=True)).without_pages(seed=1)
+    given = varlen_arrays(replace(PACKED, place_k="paged", used_k=True, causal=True)).without_pages(seed=1)
     of = bounds_case(given)
     make = joined(alibi, bias_of("bhqk"))
     mod_kwargs = without_grads(make(cupy.asarray, of))
     out, lse = cuflash.forward(**given.arguments(cupy), return_lse=True, **mod_kwargs)
-    check(Given.of_lengths(given), make_oracle_mods(make, of), out, lse)
+    check(OracleInputs.from_varlen(given), make_oracle_mods(make, of), out, lse)
 
 
 def test_scores_that_grow_from_tile_to_tile_are_made_again(cupy: Any) -> None:
@@ -119,15 +119,15 @@ def test_scores_that_grow_from_tile_to_tile_are_made_again(cupy: Any) -> None:
         return {"score_mod": lambda score, b, h, q_idx, k_idx: score - 2.0 * k_idx * (b + 1)}
 
     for place in ("packed", "paged"):
-        given = made(replace(PACKED, place_k=place, used_k=True, dtype="bfloat16"))
+        given = varlen_arrays(replace(PACKED, place_k=place, used_k=True, dtype="bfloat16"))
         mod_kwargs = growing(None, None)
         out, lse = cuflash.forward(**given.arguments(cupy), return_lse=True, **mod_kwargs)
-        check(Given.of_lengths(given), make_oracle_mods(growing, bounds_case(given)), out, lse)
+        check(OracleInputs.from_varlen(given), make_oracle_mods(growing, bounds_case(given)), out, lse)
 
 
 def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
     """Not the same bits, for tiles differ; but the dense call's own functions know of one sequence alone."""
-    given = made(replace(PACKED, queries=(130, 200), keys=(200, 200)))
+    given = varlen_arrays(replace(PACKED, queries=(130, 200), keys=(200, 200)))
     of, arguments = bounds_case(given), given.arguments(cupy)
     mod_kwargs = without_grads(MAKERS["places"](cupy.asarray, of))
     out, lse = (host(x) for x in cuflash.forward(**arguments, return_lse=True, **mod_kwargs))
@@ -146,7 +146,7 @@ def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
 
 def test_lengths_that_change_on_the_device_need_nothing_new(cupy: Any) -> None:
     """A graph that is replayed reads lengths and arrays anew."""
-    given = made(CASES[1])
+    given = varlen_arrays(CASES[1])
     of, arguments = bounds_case(given), given.arguments(cupy)
     mod_kwargs, stream = without_grads(MAKERS["places"](cupy.asarray, of)), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()

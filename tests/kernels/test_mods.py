@@ -19,7 +19,7 @@ import cuflash
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.functions import FUNCTIONS, bias_of, everything
 from cuflash.testing.layouts import heads_first, identical, laid_out, odd_rows, odd_start, one_head_for_all
-from cuflash.testing.mod_oracle import Given, check, check_gradients
+from cuflash.testing.mod_oracle import OracleInputs, check, check_gradients
 from cuflash.testing.mods import check_backward, check_forward, check_repeated, forward, make_oracle_mods
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
@@ -166,7 +166,7 @@ def test_a_bias_of_whole_shape_may_have_strides_of_0(cupy: Any) -> None:
 
     arrays = [cupy.asarray(x) for x in CASE.arrays()]
     for letters in ("1hqk", "bh1k", "b1q1"):
-        given, oracle_mods = Given.dense(CASE, CASE.arrays()), make_oracle_mods(stretched(letters), CASE)
+        given, oracle_mods = OracleInputs.dense(CASE, CASE.arrays()), make_oracle_mods(stretched(letters), CASE)
         check(given, oracle_mods, *forward(stretched(letters), CASE, cupy.asarray, arrays))
 
 
@@ -179,10 +179,10 @@ def test_layouts_of_q_k_and_v(cupy: Any) -> None:
     wanted = check_forward(everything, case, cupy.asarray)
     assert identical(forward(everything, case, cupy.asarray, [heads_first(x) for x in arrays]), wanted)
     for layout in (odd_rows, odd_start, lambda x: laid_out(x, steps=(1, -1, 1, 1))):  # what TMA cannot address
-        check(Given.dense(case, case.arrays()), make_oracle_mods(everything, case),
+        check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(everything, case),
               *forward(everything, case, cupy.asarray, [layout(x) for x in arrays]))  # fmt: skip
     one = tuple(one_head_for_all(x) for x in case.arrays())
-    check(Given.dense(case, one), make_oracle_mods(everything, case), *forward(everything, case, cupy.asarray,
+    check(OracleInputs.dense(case, one), make_oracle_mods(everything, case), *forward(everything, case, cupy.asarray,
           [one_head_for_all(x) for x in arrays]))  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_tensors_of_torch(cupy: Any) -> None:
     out, lse = forward(everything, case, put, [put(x) for x in arrays])
     assert isinstance(out, torch.Tensor)
     found = (as_numpy(out).astype(numpy_dtype("bfloat16")), as_numpy(lse))
-    check(Given.dense(case, arrays), make_oracle_mods(everything, case), *found)
+    check(OracleInputs.dense(case, arrays), make_oracle_mods(everything, case), *found)
     mod_kwargs, dout = everything(put, case), np.random.default_rng(7).standard_normal(case.out_shape())
     wanted = mod_kwargs.pop("captured_grads")
     dout = dout.astype(numpy_dtype("bfloat16"))
@@ -208,5 +208,5 @@ def test_tensors_of_torch(cupy: Any) -> None:
         assert isinstance(got, torch.Tensor)
         assert (got.shape, got.dtype) == (like.shape, like.dtype)
     gradients = [as_numpy(x).astype(numpy_dtype("bfloat16")) for x in (dq, dk, dv)]
-    given = Given.dense(case, arrays)
+    given = OracleInputs.dense(case, arrays)
     check_gradients(given, make_oracle_mods(everything, case), dout, None, gradients, [as_numpy(x) for x in grads])

@@ -16,7 +16,7 @@ import cuflash
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.functions import FUNCTIONS, Arguments, Put, joined, softcap
 from cuflash.testing.layouts import host
-from cuflash.testing.mod_oracle import Given, OracleMods, check, check_gradients
+from cuflash.testing.mod_oracle import OracleInputs, OracleMods, check, check_gradients
 from cuflash.testing.mods import without_grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
@@ -82,7 +82,7 @@ def check_infinite_product(put: Put, case: Case) -> None:
     keywords = {"score_mod": score_mod, "causal": True}
     out, lse = cuflash.forward(*there, return_lse=True, **keywords)
     dv = cuflash.backward(put(dout), *there, out, lse, **keywords)[2]
-    given, oracle_mods = Given.dense(case, (q, k, v)), OracleMods.of({"score_mod": score_mod})
+    given, oracle_mods = OracleInputs.dense(case, (q, k, v)), OracleMods.from_kwargs({"score_mod": score_mod})
     check(given, oracle_mods, out, lse)
     check_gradients(given, oracle_mods, dout, None, (None, None, dv))  # dq and dk are sums of numbers near 3e38
 

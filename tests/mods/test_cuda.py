@@ -11,7 +11,7 @@ import pytest
 from expressions import SCORE, B, H, K, Q, conditions, floats, integers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from texts import COLUMNS, INPUTS, KERNELS, Case, check, compiled, computed, of, op, with_derivative
+from texts import COLUMNS, INPUTS, KERNELS, Case, check, compiled, computed, element, op, with_derivative
 
 from cuflash.mods.graph.graph import Node, variable
 from cuflash.mods.graph.operations import Type
@@ -67,24 +67,24 @@ BUCKETS = RNG.standard_normal((32, 4)).astype(np.float32)
 DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 60)))
 OFFSETS = RNG.standard_normal((4, 119)).astype(np.float32)
 WIDTHS = np.array([3, 2**31 - 1, 0, -5], np.int32)  # the second one sees all, and a sum with it may wrap
-DOCUMENT = op("equal", of(DOCUMENTS, 0, B, Q), of(DOCUMENTS, 0, B, K))
-SQUARE = op("subtract", op("multiply", SCORE, SCORE), of(SLOPES, 0, H))
+DOCUMENT = op("equal", element(DOCUMENTS, 0, B, Q), element(DOCUMENTS, 0, B, K))
+SQUARE = op("subtract", op("multiply", SCORE, SCORE), element(SLOPES, 0, H))
 RELATIVE = op("add", op("subtract", Q, K), 59)
 
 NAMED = {
     "alibi_computed": Case([alibi(computed_slope())], []),
-    "alibi_loaded": Case([alibi(of(SLOPES, 0, H))], [SLOPES]),
+    "alibi_loaded": Case([alibi(element(SLOPES, 0, H))], [SLOPES]),
     "alibi_both_directions": Case([op("subtract", SCORE, op("multiply", op("absolute", distance()), 0.25))], []),
     "alibi_from_the_end": Case([op("add", SCORE, op("multiply", op("subtract", distance(), SEQLEN_K), 0.5))], []),
     "softcap": Case([softcap()], []),
-    "t5": Case([op("add", SCORE, of(BUCKETS, 0, t5_bucket(), H)), t5_bucket()], [BUCKETS]),
+    "t5": Case([op("add", SCORE, element(BUCKETS, 0, t5_bucket(), H)), t5_bucket()], [BUCKETS]),
     "document": Case([DOCUMENT, op("where", DOCUMENT, SCORE, -np.inf)], [DOCUMENTS]),
     "window": Case([window(7)], []),
-    "loaded_window": Case([window(of(WIDTHS, 0, H))], [WIDTHS]),
-    "relative": Case([op("add", SCORE, of(OFFSETS, 0, H, RELATIVE))], [OFFSETS]),
+    "loaded_window": Case([window(element(WIDTHS, 0, H))], [WIDTHS]),
+    "relative": Case([op("add", SCORE, element(OFFSETS, 0, H, RELATIVE))], [OFFSETS]),
     "rounded_quotient": Case([op("floor", op("divide", op("multiply", K, n), float(n))) for n in (49, -41)], []),
-    "transposed": Case([of(OFFSETS.T, 0, RELATIVE, H)], [OFFSETS.T]),
-    "scaled": Case([op("divide", SCORE, op("add", of(SLOPES, 0, H), distance())), SQUARE], [SLOPES]),
+    "transposed": Case([element(OFFSETS.T, 0, RELATIVE, H)], [OFFSETS.T]),
+    "scaled": Case([op("divide", SCORE, op("add", element(SLOPES, 0, H), distance())), SQUARE], [SLOPES]),
 }
 
 
@@ -98,7 +98,7 @@ def test_an_index_counts_from_the_end_or_stays_inside_the_array(tmp_path: Path) 
     wide = [op("subtract", cast(each, Type.INT64), 2**33 + 5) for each in (Q, K)]
     indices = [(-1, -4), (-4, 2), (3, 100), (-(2**31), 2**31 - 1), (distance(), Q), (B, distance()), wide, (wide[0], 2)]
     for short in (True, False):
-        check([Case([of(table, 0, *each)], [table]) for each in indices], tmp_path, short=short)
+        check([Case([element(table, 0, *each)], [table]) for each in indices], tmp_path, short=short)
 
 
 @pytest.mark.parametrize("in_pairs", [False, True])
@@ -109,7 +109,7 @@ def test_elements_along_a_row_are_zero_outside_the_array(tmp_path: Path, in_pair
     for name in names.split():
         dtype = np.dtype(getattr(ml_dtypes, name, name))
         table = np.arange(3 * keys).reshape(3, keys) % 7 % (2 if name == "bool" else 100)
-        cases.append(Case([of(table.astype(dtype), 0, H, K)], [table.astype(dtype)], runs={(0, 1): in_pairs}))
+        cases.append(Case([element(table.astype(dtype), 0, H, K)], [table.astype(dtype)], runs={(0, 1): in_pairs}))
         tables.append(np.pad(table, ((0, 0), (0, 3 * COLUMNS - keys))))
         assert cases[-1].text().count("template pair<") == 1
         assert "clamped(1" not in cases[-1].text()
@@ -124,9 +124,9 @@ def test_elements_along_a_row_are_zero_outside_the_array(tmp_path: Path, in_pair
 def test_loads_along_a_row_have_the_key_as_their_only_index_of_an_element() -> None:
     table = np.zeros((8, 8), np.float32)
     runs = {(0, 1): True}
-    assert "template pair<true>" in Case([of(table, 0, op("floor_divide", Q, 2), K)], [table], runs=runs).text()
+    assert "template pair<true>" in Case([element(table, 0, op("floor_divide", Q, 2), K)], [table], runs=runs).text()
     for indices in ((Q, op("add", K, 1)), (K, K), (op("minimum", Q, K), K), (K, Q)):
-        assert "template pair<" not in Case([of(table, 0, *indices)], [table], runs=runs).text(), indices
+        assert "template pair<" not in Case([element(table, 0, *indices)], [table], runs=runs).text(), indices
 
 
 def test_every_dtype_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
@@ -137,18 +137,18 @@ def test_every_dtype_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
         dtype = np.dtype(getattr(ml_dtypes, name, name))
         arrays.append(np.abs(values).astype(dtype) if dtype.kind in "ub" else values.astype(dtype))
     scalar = np.array(2.5, np.float32)
-    check([Case([of(each, 0, Q)], [each]) for each in arrays] + [Case([of(scalar, 0)], [scalar])], tmp_path)
+    check([Case([element(each, 0, Q)], [each]) for each in arrays] + [Case([element(scalar, 0)], [scalar])], tmp_path)
 
 
 def test_integers_wrap_shift_and_divide_as_in_numpy(tmp_path: Path) -> None:
     numbers = np.array([0, 1, -1, 7, -8, 33, -(2**31), 2**31 - 1], np.int32)
-    x, y = of(numbers, 0, Q), of(numbers, 0, op("add", K, 1))
+    x, y = element(numbers, 0, Q), element(numbers, 0, op("add", K, 1))
     least = constant(-(2**31))
     names = ["add", "subtract", "multiply", "left_shift", "right_shift", "minimum", "fmax", "bitwise_xor"]
     roots = [op(name, *pair) for name in names for pair in ((x, y), (x, least), (cast(x, Type.INT64), y))]
     roots += [op(name, x) for name in ("negative", "absolute", "invert")] + [op("less", x, least)]
     # why only these divisors: the processor stops a program that divides the least integer by -1.
-    divisors = [of(np.array([0, 3, -7]), 1, K), constant(8), constant(-3), op("add", K, 1)]
+    divisors = [element(np.array([0, 3, -7]), 1, K), constant(8), constant(-3), op("add", K, 1)]
     for name in ("floor_divide", "remainder", "truncated_divide", "truncated_remainder"):
         roots += [op(name, each, divisor) for divisor in divisors for each in (op("maximum", x, -(2**31) + 1), Q)]
     check([Case(roots, [numbers, np.array([0, 3, -7])])], tmp_path)
@@ -156,7 +156,7 @@ def test_integers_wrap_shift_and_divide_as_in_numpy(tmp_path: Path) -> None:
 
 def test_floats_that_are_not_finite_are_those_of_numpy(tmp_path: Path) -> None:
     numbers = np.array([0.0, -0.0, 1.5, -2.5, np.inf, -np.inf, np.nan], np.float32)
-    x, y = of(numbers, 0, Q), of(numbers, 0, K)
+    x, y = element(numbers, 0, Q), element(numbers, 0, K)
     pairs = ["minimum", "maximum", "fmin", "fmax", "remainder", "truncated_remainder", "floor_divide", "less", "equal"]
     roots = [op("floor", op("divide", x, 49.0))]
     roots += [op(name, x, y) for name in pairs] + [op(name, x) for name in ("sign", "round", "absolute", "floor")]
@@ -189,13 +189,13 @@ def test_exact_results_have_the_same_operations_in_every_kernel(tmp_path: Path) 
 def test_nvrtc_compiles_values_and_derivatives(arch: str) -> None:
     extremes = Case([op("minimum", op("round", SCORE), op("floor_divide", SCORE, 3.0))], [])
     halves = [np.ones(3, ml_dtypes.bfloat16), np.ones(3, np.float16), np.ones(3, np.uint8)]
-    loads = Case([op("add", of(each, number, Q), SCORE) for number, each in enumerate(halves)], halves)
+    loads = Case([op("add", element(each, number, Q), SCORE) for number, each in enumerate(halves)], halves)
     compiled([with_derivative(case) for case in NAMED.values()] + [extremes, loads], arch)
 
 
 def test_equal_graphs_have_equal_text() -> None:
     text = NAMED["t5"].text()
-    assert text == Case([op("add", SCORE, of(BUCKETS, 0, t5_bucket(), H)), t5_bucket()], [BUCKETS]).text()
+    assert text == Case([op("add", SCORE, element(BUCKETS, 0, t5_bucket(), H)), t5_bucket()], [BUCKETS]).text()
     other_values = Case(NAMED["t5"].roots, [np.zeros((9, 9), np.float32)])
     assert text == other_values.text()
 
@@ -246,7 +246,7 @@ def test_values_of_a_head_or_a_row_are_computed_there() -> None:
 def test_a_tangent_in_a_head_or_a_row_is_exact() -> None:
     table = np.zeros(8, np.float32)
     for index, exact in ((H, 1), (Q, 1), (K, 0)):
-        text = Case([op("multiply", SCORE, op("tanh", of(table, 0, index)))], [table]).text()
+        text = Case([op("multiply", SCORE, op("tanh", element(table, 0, index)))], [table]).text()
         assert (text.count("tanhf("), text.count("hyperbolic_tangent(")) == (exact, 1 - exact)
 
 

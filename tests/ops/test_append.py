@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.reference import append
-from cuflash.testing.appends import PLACES, ROTATIONS, Arguments, check, dense, drawn, expected, made
+from cuflash.testing.appends import PLACES, ROTATIONS, Arguments, check, dense, drawn, expected, in_library
 from cuflash.testing.layouts import (
     every_second,
     fortran,
@@ -112,7 +112,7 @@ def test_bounds_outside_the_rows_are_clamped_to_them(xp: Any) -> None:
 
 def test_bounds_in_no_order_write_inside_the_cache_alone(xp: Any) -> None:
     for bounds in ([9, 2, 11, 0], [4, -3, 2**31 - 1, 1], [12, 8, 4, 0]):
-        call = made(drawn("float16", "pages of 3", new=(3, 4, 5), **ROTATIONS["halves"]), xp.asarray)
+        call = in_library(drawn("float16", "pages of 3", new=(3, 4, 5), **ROTATIONS["halves"]), xp.asarray)
         around = {name: laid_out(call[name], before=(2, 0, 0, 0)) for name in ("k_cache", "v_cache")}
         bounds = xp.asarray(np.array(bounds, "i4"))
         cuflash.append_kv(**call | around | {"cu_seqlens_k": bounds, "cu_seqlens_q": bounds})
@@ -133,7 +133,7 @@ def halves_of_one_row(k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
 def test_caches_that_are_halves_of_one_row(dtype: str, rotation: str, xp: Any) -> None:
     call = drawn(dtype, "pages of 16", dims=(16, 16), **ROTATIONS[rotation])
     wanted = expected(call)
-    arguments = made(call, xp.asarray)
+    arguments = in_library(call, xp.asarray)
     arguments["k_cache"], arguments["v_cache"] = halves_of_one_row(arguments["k_cache"], arguments["v_cache"])
     result = cuflash.append_kv(**arguments)
     got = arguments["k_cache"], arguments["v_cache"], *([] if result is None else [result])
@@ -246,7 +246,7 @@ def test_torch_on_the_cpu_is_written_to_in_place() -> None:
     torch = pytest.importorskip("torch")
     for dtype in ("float32", "float16"):
         call = drawn(dtype, "indexed", **ROTATIONS["halves"])
-        arguments = made(call, torch.from_numpy)
+        arguments = in_library(call, torch.from_numpy)
         result = cuflash.append_kv(**arguments)
         assert type(result) is torch.Tensor
         assert identical([x.numpy() for x in (arguments["k_cache"], arguments["v_cache"], result)], expected(call))

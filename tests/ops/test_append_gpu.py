@@ -10,7 +10,7 @@ from libraries import as_numpy, bits, torch_of
 from problems import far_apart, need_memory
 
 import cuflash
-from cuflash.testing.appends import PLACES, ROTATIONS, Arguments, drawn, expected, made
+from cuflash.testing.appends import PLACES, ROTATIONS, Arguments, drawn, expected, in_library
 from cuflash.testing.layouts import identical
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ def done(call: Arguments) -> list[Any]:
 def as_torch(call: Arguments) -> Arguments:
     """The call with PyTorch's tensors on the GPU, and the same bits in its caches."""
     torch = pytest.importorskip("torch")
-    found = made(call, lambda x: torch_of(x, "cuda") if x.dtype.kind != "i" else torch.from_numpy(x).cuda())
+    found = in_library(call, lambda x: torch_of(x, "cuda") if x.dtype.kind != "i" else torch.from_numpy(x).cuda())
     for name in ("k_cache", "v_cache"):  # why: bfloat16 goes through float32, which changes the bits of NaN
         found[name].view(torch.uint8).fill_(0xFF)
     return found
@@ -50,7 +50,7 @@ def test_a_captured_graph_replays_with_other_lengths_and_places(cupy: Any, place
         call["k"] += call["seqused_k"][:, None, None, None].astype("f2")
         for name in {"page_table", "cache_batch_idx"} & call.keys():
             call[name] = call[name][::-1].copy()
-    arguments = made(calls[0], cupy.asarray)
+    arguments = in_library(calls[0], cupy.asarray)
     done(arguments)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -87,15 +87,17 @@ def test_torch_captures_it_too() -> None:
 def test_large_calls_repeat_bit_for_bit(cupy: Any, rotation: str) -> None:
     call = drawn("bfloat16", "pages of 16", lengths=tuple(range(0, 700, 11)), new=300, capacity=1000, heads=(16, 4),
                  dims=(128, 128), positions=1000, **ROTATIONS[rotation])  # fmt: skip
-    first = [bits(x).copy() for x in done(made(call, cupy.asarray))]
+    first = [bits(x).copy() for x in done(in_library(call, cupy.asarray))]
     for _ in range(5):
-        again = [bits(x) for x in done(made(call, cupy.asarray))]
+        again = [bits(x) for x in done(in_library(call, cupy.asarray))]
         assert all(bool((x == y).all()) for x, y in zip(again, first, strict=True))
 
 
 def test_nothing_is_allocated_but_the_rotated_q(cupy: Any) -> None:
     for rotation in ("none", "halves"):
-        arguments = made(drawn("float16", "pages of 3", new=200, capacity=300, **ROTATIONS[rotation]), cupy.asarray)
+        arguments = in_library(
+            drawn("float16", "pages of 3", new=200, capacity=300, **ROTATIONS[rotation]), cupy.asarray
+        )
         pool = cupy.cuda.MemoryPool()
         with cupy.cuda.using_allocator(pool.malloc):
             result = cuflash.append_kv(**arguments)
@@ -106,7 +108,7 @@ def test_nothing_is_allocated_but_the_rotated_q(cupy: Any) -> None:
 def test_offsets_past_2_to_the_31_elements(cupy: Any, name: str) -> None:
     need_memory(cupy, 24)
     call = drawn("float16", lengths=(40,), heads=(1, 1), new=60, capacity=100, positions=200, **ROTATIONS["halves"])
-    arguments = made(call, cupy.asarray)
+    arguments = in_library(call, cupy.asarray)
     arguments[name] = far_apart(cupy, arguments[name], 1)
     assert identical([cupy.ascontiguousarray(x) for x in done(arguments)], expected(call))
     cupy.get_default_memory_pool().free_all_blocks()

@@ -17,7 +17,7 @@ from problems import parts, problems
 import cuflash
 from cuflash.problem.options import ALGORITHMS
 from cuflash.testing.cases import Case, numpy_dtype
-from cuflash.testing.gradients import Given, backward, check, given_for
+from cuflash.testing.gradients import BackwardArgs, backward, backward_args, check
 from cuflash.testing.layouts import host, identical, laid_out
 from cuflash.testing.oracle import ULPS
 
@@ -26,10 +26,10 @@ from cuflash.testing.oracle import ULPS
 @pytest.mark.parametrize("rank", [2, 3, 4])
 def test_gradients_have_the_shapes_of_their_operands_in_every_rank(rank: int, deterministic: bool, xp: Any) -> None:
     case = Case("rank", 1, 40, 50, 1, 1, 16, 8, "float32", causal=True, softcap=3.0)
-    made = given_for(case, xp)
+    made = backward_args(case, xp)
     cut = {4: np.s_[:], 3: np.s_[0], 2: np.s_[0, :, 0]}[rank]
     cut_lse = {4: np.s_[:], 3: np.s_[0], 2: np.s_[0, 0]}[rank]
-    lower = Given(*(x[cut] for x in made[:5]), made.lse[cut_lse], made.dlse[cut_lse])
+    lower = BackwardArgs(*(x[cut] for x in made[:5]), made.lse[cut_lse], made.dlse[cut_lse])
     got = backward(case, lower, deterministic=deterministic)
     for gradient, like in zip(got, (lower.q, lower.k, lower.v), strict=True):
         assert type(gradient) is type(like)
@@ -46,7 +46,7 @@ def test_out_and_lse_of_any_origin_give_the_same_gradients(dtype: str, origin: s
     case = Case("origin", 2, 65, 120, 4, 2, 64, 64, dtype, window_size=(50, 20))
     out_dtype = "float32" if origin.endswith("float32") else None
     algorithm = origin if origin in ALGORITHMS else "flash2"
-    made = given_for(case, xp, algorithm=algorithm, out_dtype=out_dtype)
+    made = backward_args(case, xp, algorithm=algorithm, out_dtype=out_dtype)
     if origin.startswith("merged"):
         out, lse = cuflash.merge_states(*states(case, made, 70, out_dtype))
         made = made._replace(out=out, lse=lse)
@@ -56,7 +56,7 @@ def test_out_and_lse_of_any_origin_give_the_same_gradients(dtype: str, origin: s
     check(case, made, backward(case, made, deterministic=True), ulps=2 * ULPS[dtype])
 
 
-def states(case: Case, made: Given, cut: int, out_dtype: str | None = None) -> tuple[list[Any], list[Any]]:
+def states(case: Case, made: BackwardArgs, cut: int, out_dtype: str | None = None) -> tuple[list[Any], list[Any]]:
     """Outs and lses over the keys before and after `cut`."""
     results = [
         cuflash.forward(made.q, made.k[keys], made.v[keys], return_lse=True, out_dtype=out_dtype, **half.arguments())
@@ -72,7 +72,7 @@ def test_halves_of_the_keys_with_the_merged_state_give_the_gradients_of_the_whol
     dtype: str, mask: dict[str, Any], deterministic: bool, xp: Any
 ) -> None:
     case = Case("halves", 2, 100, 150, 4, 2, 64, 64, dtype, **mask)
-    made = given_for(case, xp)
+    made = backward_args(case, xp)
     out, lse = cuflash.merge_states(*states(case, made, 70))
     made = made._replace(out=out, lse=lse)
     found = [
@@ -103,8 +103,8 @@ def test_what_nobody_sees_gets_zeros_and_gives_nothing_whatever_it_holds(case: C
     unseen = np.r_[0 : seen[0], seen[1] : case.seqlen_k]
     assert len(blind) + len(unseen) > 40
 
-    def with_masked(value: float) -> Given:
-        made = Given(*(np.array(host(x)) for x in given_for(case, xp)))
+    def with_masked(value: float) -> BackwardArgs:
+        made = BackwardArgs(*(np.array(host(x)) for x in backward_args(case, xp)))
         for x, hidden in zip(made[:5], (blind, blind, unseen, unseen, blind), strict=True):
             x[:, hidden] = value
         made.dlse[:, :, blind] = value
@@ -122,13 +122,13 @@ def test_what_nobody_sees_gets_zeros_and_gives_nothing_whatever_it_holds(case: C
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_nan_that_is_seen_stays_out_of_rows_and_keys_beside_it_that_see_nothing(deterministic: bool, xp: Any) -> None:
     rows = Case("rows", 1, 64, 32, 4, 2, 64, 40, "float16", causal=True)  # rows 0 to 31 see nothing
-    made = given_for(rows, xp)
+    made = backward_args(rows, xp)
     made.k[0, 0] = made.v[0, 0] = np.nan
     dq = host(backward(rows, made, deterministic=deterministic)[0])
     assert np.isnan(dq[:, 32:].astype("f4")).any()
     assert not dq[:, :32].any()
     keys = Case("keys", 1, 32, 64, 4, 2, 64, 40, "float16", causal=True, diagonal_offset=0)  # 32 to 63 are not seen
-    made = given_for(keys, xp)
+    made = backward_args(keys, xp)
     made.q[0, 5] = made.dout[0, 5] = np.nan
     for gradient in map(host, backward(keys, made, deterministic=deterministic)[1:]):
         assert np.isnan(gradient[:, :6].astype("f4")).any()
@@ -138,8 +138,8 @@ def test_a_nan_that_is_seen_stays_out_of_rows_and_keys_beside_it_that_see_nothin
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_head_dims_padded_with_zeros_change_nothing(dtype: str, xp: Any) -> None:
     case = Case("padded", 2, 70, 90, 4, 2, 40, 40, dtype, causal=True, softmax_scale=0.2)
-    made = given_for(case, xp)
-    wide = Given(
+    made = backward_args(case, xp)
+    wide = BackwardArgs(
         *(xp.asarray(np.pad(host(x), [(0, 0)] * 3 + [(0, 24)])) for x in made[:5]), lse=made.lse, dlse=made.dlse
     )
     got = backward(replace(case, head_dim=64, head_dim_v=64), wide)
@@ -166,8 +166,8 @@ TILED = ("vectors", "transposed", "reversed", "gaps")  # for which Hopper has a 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_any_memory_layout_gives_the_same_bits_and_reads_nothing_else(dtype: str, layout: str, xp: Any) -> None:
     case = Case("layout", 2, 65, 129, 4, 2, 40, 64, dtype, causal=True)
-    made = given_for(case, xp)
-    strange = Given(*(laid_out(x, **AROUND | LAYOUTS[layout]) for x in made))
+    made = backward_args(case, xp)
+    strange = BackwardArgs(*(laid_out(x, **AROUND | LAYOUTS[layout]) for x in made))
     assert strange.q.strides != made.q.strides
     assert strange.lse.strides != made.lse.strides
     assert identical(strange, made)
@@ -176,7 +176,7 @@ def test_any_memory_layout_gives_the_same_bits_and_reads_nothing_else(dtype: str
     check(case, made, generic)
     assert identical(backward(case, strange, deterministic=True), wanted if layout in TILED else generic)
     check(case, made, backward(case, strange))
-    for name in Given._fields:  # one strange operand among ordinary ones
+    for name in BackwardArgs._fields:  # one strange operand among ordinary ones
         mixed = made._replace(**{name: getattr(strange, name)})
         by_copies = layout in TILED or name in ("out", "lse", "dlse")
         assert identical(backward(case, mixed, deterministic=True), wanted if by_copies else generic), name
@@ -185,5 +185,5 @@ def test_any_memory_layout_gives_the_same_bits_and_reads_nothing_else(dtype: str
 @settings(max_examples=80)
 @given(problems(longest=24, widest=12), st.booleans(), st.integers(0, 2**31))
 def test_numpy_agrees_on_random_problems(case: Case, dlse: bool, seed: int) -> None:
-    made = given_for(case, np, seed, dlse=dlse)
+    made = backward_args(case, np, seed, dlse=dlse)
     check(case, made, backward(case, made), ulps=2 * ULPS[case.dtype])

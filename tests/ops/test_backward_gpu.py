@@ -25,7 +25,7 @@ from cuflash.planning import backward as plan_backward
 from cuflash.runtime.call import LoadedPlan
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case, numpy_dtype
-from cuflash.testing.gradients import Given, backward, check, given_for
+from cuflash.testing.gradients import BackwardArgs, backward, backward_args, check
 from cuflash.testing.layouts import host, identical
 from cuflash.testing.oracle import ULPS
 
@@ -61,7 +61,7 @@ def test_gpu_what_no_kernel_writes_is_nan(cupy: Any, name: str, dtype: str, monk
 @pytest.mark.parametrize("case", COMPUTED, ids=lambda case: case.name)
 def test_gpu_agrees_with_float64(cupy: Any, case: Case, deterministic: bool) -> None:
     for dlse in (True, False):
-        made = given_for(case, cupy, dlse=dlse)
+        made = backward_args(case, cupy, dlse=dlse)
         got = backward(case, made, deterministic=deterministic)
         check(case, made, got)
         if deterministic:
@@ -72,7 +72,7 @@ def test_gpu_agrees_with_float64(cupy: Any, case: Case, deterministic: bool) -> 
 @settings(max_examples=100)
 @given(problems(longest=200, widest=256), st.booleans(), st.booleans(), st.integers(0, 2**31))
 def test_gpu_agrees_on_random_problems(cupy: Any, case: Case, dlse: bool, deterministic: bool, seed: int) -> None:
-    made = given_for(case, cupy, seed, dlse=dlse)
+    made = backward_args(case, cupy, seed, dlse=dlse)
     # A hundred draws meet less fortunate sums than one table does.
     check(case, made, backward(case, made, deterministic=deterministic), ulps=2 * ULPS[case.dtype])
 
@@ -84,7 +84,7 @@ def test_gpu_every_element_is_written_at_lengths_around_a_tile(cupy: Any, length
     lengths = ((length, length), (length, 80), (80, length))
     for dtype, causal, (seqlen_q, seqlen_k) in itertools.product(("bfloat16", "float32"), (False, True), lengths):
         case = Case("length", 2, seqlen_q, seqlen_k, 2, 1, 64, 64, dtype, causal=causal)
-        made = given_for(case, cupy)
+        made = backward_args(case, cupy)
         check(case, made, backward(case, made, deterministic=deterministic))
 
 
@@ -95,7 +95,7 @@ def test_gpu_float32_error_is_at_most_four_times_that_of_a_naive_float32_computa
     cupy: Any, head_dim: int, deterministic: bool
 ) -> None:
     case = Case("float32", 1, 300, 290, 2, 1, head_dim, head_dim, "float32")
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     got = backward(case, made, deterministic=deterministic)
     arguments = case, *map(host, (made.dout, made.q, made.k, made.v, made.dlse))
     for x, exact, naive in zip(got, oracle.gradients64(*arguments), oracle.naive_gradients(*arguments), strict=True):
@@ -106,7 +106,7 @@ def test_gpu_float32_error_is_at_most_four_times_that_of_a_naive_float32_computa
 @pytest.mark.gpu
 def test_gpu_nan_that_is_seen_is_not_hidden(cupy: Any) -> None:
     case = Case("nan", 1, 200, 200, 1, 1, 64, 64, "float16", causal=True)
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     made.dout[0, 70, 0, 1] = cupy.nan
     for deterministic in (False, True):
         dq, dk, dv = (host(x).astype("f4") for x in backward(case, made, deterministic=deterministic))
@@ -131,14 +131,14 @@ def test_gpu_what_has_no_kernel_is_unsupported_and_the_next_call_works(
     lse = cupy.zeros((1, 1, 33), "float64" if dtype == "float64" else "float32")
     with pytest.raises(UnsupportedError, match=words):
         cuflash.backward(v, q, q, v, v, lse, deterministic=deterministic)
-    made = given_for(LAUNCHED, cupy)
+    made = backward_args(LAUNCHED, cupy)
     check(LAUNCHED, made, backward(LAUNCHED, made))
 
 
 @pytest.mark.gpu
 def test_gpu_a_thousand_deterministic_repeats_are_the_same_bits_and_others_are_close(cupy: Any) -> None:
     case = Case("repeats", 1, 384, 384, 8, 2, 64, 64, "float16", causal=True)
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     first = backward(case, made, deterministic=True)
     same = cupy.ones((), bool)
     for _ in range(1000):
@@ -161,14 +161,14 @@ def test_gpu_offsets_past_2_to_the_31_elements_in_q_and_its_gradient(cupy: Any, 
     need_memory(cupy, 28)
     small = Case("far", 3, 1024, 144, 4, 1, 64, 64, "float16")  # more than one key block, so dq is added up
     batch = 2**31 // (1024 * 4 * 64) + 3
-    few = given_for(small, cupy)
+    few = backward_args(small, cupy)
     wanted = backward(small, few, deterministic=deterministic)
     many = []
     for x in few:
         many.append(cupy.zeros((batch, *x.shape[1:]), x.dtype))
         many[-1][0], many[-1][-2:] = x[0], x[1:]
     assert many[1].size > 2**31
-    got = [cupy.concatenate([x[:1], x[-2:]]) for x in backward(small, Given(*many), deterministic=deterministic)]
+    got = [cupy.concatenate([x[:1], x[-2:]]) for x in backward(small, BackwardArgs(*many), deterministic=deterministic)]
     check(small, few, got)
     if deterministic:
         assert identical(got, wanted)
@@ -179,7 +179,7 @@ def test_gpu_offsets_past_2_to_the_31_elements_in_q_and_its_gradient(cupy: Any, 
 def test_gpu_rows_further_apart_than_2_to_the_31_elements(cupy: Any, name: str) -> None:
     need_memory(cupy, 16)
     case = Case("apart", 1, 96, 120, 1, 1, 64, 64, "float16")
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     x = getattr(made, name)
     far = far_apart(cupy, x, 2 if x.ndim == 3 else 1)
     got = backward(case, made._replace(**{name: far}), deterministic=True)
@@ -193,8 +193,8 @@ def test_gpu_rows_further_apart_than_2_to_the_31_elements(cupy: Any, name: str) 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_gpu_gradients_are_of_the_callers_framework(dtype: str, framework: str) -> None:
     case = Case("framework", 2, 60, 70, 4, 2, 64, 64, dtype, causal=True)
-    on_host = given_for(case, np)
-    made = Given(*map(GPU_MAKERS[framework], on_host))
+    on_host = backward_args(case, np)
+    made = BackwardArgs(*map(GPU_MAKERS[framework], on_host))
     for deterministic in (False, True):
         got = backward(case, made, deterministic=deterministic)
         for x, like in zip(got, made[1:4], strict=True):
@@ -206,7 +206,7 @@ def test_gpu_gradients_are_of_the_callers_framework(dtype: str, framework: str) 
 @pytest.mark.gpu
 @DETERMINISTIC
 def test_gpu_work_runs_on_the_callers_stream(cupy: Any, deterministic: bool) -> None:
-    made = given_for(LAUNCHED, cupy)
+    made = backward_args(LAUNCHED, cupy)
     backward(LAUNCHED, made, deterministic=deterministic)
     cupy.cuda.Device().synchronize()
     results = []
@@ -217,7 +217,7 @@ def test_gpu_work_runs_on_the_callers_stream(cupy: Any, deterministic: bool) -> 
             big = cupy.zeros(1 << 27, "float32")
             for _ in range(3):
                 big += 1
-            late = Given(*(x * (big[0] / 3).astype(x.dtype) for x in made))
+            late = BackwardArgs(*(x * (big[0] / 3).astype(x.dtype) for x in made))
             results.append(backward(LAUNCHED, late, deterministic=deterministic))
     for stream, result in zip(streams, results, strict=True):
         stream.synchronize()
@@ -228,8 +228,8 @@ def test_gpu_work_runs_on_the_callers_stream(cupy: Any, deterministic: bool) -> 
 @DETERMINISTIC
 def test_gpu_torch_work_runs_on_its_current_stream(deterministic: bool) -> None:
     torch = pytest.importorskip("torch")
-    on_host = given_for(LAUNCHED, np)
-    made = Given(*(torch_of(x, "cuda") for x in on_host))
+    on_host = backward_args(LAUNCHED, np)
+    made = BackwardArgs(*(torch_of(x, "cuda") for x in on_host))
     backward(LAUNCHED, made, deterministic=deterministic)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -238,7 +238,7 @@ def test_gpu_torch_work_runs_on_its_current_stream(deterministic: bool) -> None:
         big = torch.zeros(1 << 27, device="cuda")
         for _ in range(3):
             big += 1
-        late = Given(*(x * (big[0] / 3).to(x.dtype) for x in late))
+        late = BackwardArgs(*(x * (big[0] / 3).to(x.dtype) for x in late))
         got = backward(LAUNCHED, late, deterministic=deterministic)
     side.synchronize()
     check(LAUNCHED, on_host, tuple(as_numpy(x).astype("f2") for x in got))
@@ -247,7 +247,7 @@ def test_gpu_torch_work_runs_on_its_current_stream(deterministic: bool) -> None:
 @pytest.mark.gpu
 def test_gpu_memory_beyond_the_outputs_is_that_of_dq_in_float32_or_a_few_bytes_a_row(cupy: Any) -> None:
     case = Case("memory", 1, 8192, 8192, 4, 4, 64, 64, "float16", causal=True)
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     rows, slack = 4 * 8192, 8 * 512  # the pool hands out multiples of 512 bytes
     for deterministic in (False, True):
         used = cuflash.plan(made.q, made.k, made.v, op="backward", deterministic=deterministic, causal=True).variant
@@ -266,7 +266,7 @@ def test_gpu_memory_beyond_the_outputs_is_that_of_dq_in_float32_or_a_few_bytes_a
 @pytest.mark.parametrize("heads", [(7, 1), (8, 2)])
 def test_gpu_every_split_of_a_group_gives_the_same_gradients(cupy: Any, heads: tuple[int, int], dtype: str) -> None:
     case = Case("split", 2, 150, 200, *heads, 72, 40, dtype, causal=True)
-    made, group = given_for(case, cupy), heads[0] // heads[1]
+    made, group = backward_args(case, cupy), heads[0] // heads[1]
     for splits in {-(-group // heads_each) for heads_each in range(1, group + 1)}:
         with for_any_gpu(), planned_with(plan_backward, choose_splits=lambda *_, splits=splits: splits):
             main = cuflash.plan(made.q, made.k, made.v, op="backward", causal=True).launches[1]
@@ -278,7 +278,7 @@ def test_gpu_every_split_of_a_group_gives_the_same_gradients(cupy: Any, heads: t
 @DETERMINISTIC
 def test_gpu_more_heads_than_start_together_are_all_computed(cupy: Any, deterministic: bool) -> None:
     case = Case("many", 3, 200, 300, 14, 7, 40, 40, "float16", causal=True)  # 21 kv heads, and 16 start together
-    made = given_for(case, cupy)
+    made = backward_args(case, cupy)
     check(case, made, backward(case, made, deterministic=deterministic))
 
 
@@ -286,7 +286,7 @@ def test_gpu_more_heads_than_start_together_are_all_computed(cupy: Any, determin
 def test_gpu_work_runs_where_the_arrays_are(cupy: Any) -> None:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    made = given_for(LAUNCHED, cupy)
+    made = backward_args(LAUNCHED, cupy)
     with cupy.cuda.Device(1):
         other = made.on(cupy)
     got = backward(LAUNCHED, other, deterministic=True)  # while GPU 0 is the current one

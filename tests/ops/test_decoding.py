@@ -18,7 +18,7 @@ from plans import for_any_gpu
 import cuflash
 from cuflash.testing.cases import Case
 from cuflash.testing.layouts import identical
-from cuflash.testing.sequences import FAR, Sequences, check, made
+from cuflash.testing.sequences import FAR, Sequences, check, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = (4097, 0, 1, 128, 129, 2500)
@@ -44,7 +44,7 @@ def forward(given: Any, cupy: Any, **more: Any) -> Any:
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_every_kind_of_cache_and_head_dim(cupy: Any, case: Sequences, dims: tuple[int, int], dtype: str) -> None:
-    given = made(replace(case, dims=dims, dtype=dtype))
+    given = varlen_arrays(replace(case, dims=dims, dtype=dtype))
     got = forward(given, cupy)
     check(given, *got)
     assert identical(forward(given, cupy), got)
@@ -54,7 +54,7 @@ def test_every_kind_of_cache_and_head_dim(cupy: Any, case: Sequences, dims: tupl
 @pytest.mark.parametrize("queries", [1, 2, 8, 16])
 def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int], queries: int) -> None:
     for case in (ROWS, replace(PAGES, page_size=8)):
-        given = made(replace(case, queries=(queries,) * 6, heads=heads))
+        given = varlen_arrays(replace(case, queries=(queries,) * 6, heads=heads))
         for num_splits in (0, 3):  # on Hopper the blocks of up to 128 rows are those of a warp if it may choose
             check(given, *forward(given, cupy, num_splits=num_splits))
 
@@ -62,7 +62,7 @@ def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int]
 @pytest.mark.parametrize("page_size", [8, 16, 24, 64, 96, 256, 1000, 3])
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 def test_pages_of_any_size(cupy: Any, page_size: int, dims: tuple[int, int]) -> None:
-    check(given := made(replace(PAGES, page_size=page_size, dims=dims)), *forward(given, cupy))
+    check(given := varlen_arrays(replace(PAGES, page_size=page_size, dims=dims)), *forward(given, cupy))
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_pages_of_any_size(cupy: Any, page_size: int, dims: tuple[int, int]) -> 
 )  # fmt: skip
 def test_masks_and_capped_scores(cupy: Any, mask: dict[str, Any]) -> None:
     for case in (replace(ROWS, queries=(3,) * 6), PAGES, PACKED):
-        check(given := made(replace(case, **mask)), *forward(given, cupy))
+        check(given := varlen_arrays(replace(case, **mask)), *forward(given, cupy))
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 7, 50, 1000])
 def test_any_number_of_splits(cupy: Any, num_splits: int) -> None:
     for case in (replace(ROWS, queries=(2,) * 6), PAGES, replace(PAGES, window_size=(900, -1))):
-        given = made(case)
+        given = varlen_arrays(case)
         got = forward(given, cupy, num_splits=num_splits)
         check(given, *got)
         for _ in range(3):
@@ -115,7 +115,7 @@ def test_sequences_that_are_all_alike(cupy: Any, sizes: tuple[int, ...], mask: d
 
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_rows_past_a_bound_that_is_too_small_count_as_unused(cupy: Any, out_dtype: str | None) -> None:
-    given = made(replace(PACKED, queries=(1, 2, 0, 9, 1, 80), heads=(4, 1)))
+    given = varlen_arrays(replace(PACKED, queries=(1, 2, 0, 9, 1, 80), heads=(4, 1)))
     q, cu = (given.arguments(cupy)[name] for name in ("q", "cu_seqlens_q"))
     out, lse = forward(given, cupy, max_seqlen_q=1, out_dtype=out_dtype)
     begins = cu.get()[:-1]
@@ -128,7 +128,7 @@ def test_rows_past_a_bound_that_is_too_small_count_as_unused(cupy: Any, out_dtyp
 
 def test_wrong_integers_leave_nothing_behind(cupy: Any) -> None:
     for case in (PAGES, PACKED):
-        given = made(case)
+        given = varlen_arrays(case)
         right = forward(given, cupy)
         rng = np.random.default_rng(0)
         for _ in range(20):
@@ -141,7 +141,7 @@ def test_wrong_integers_leave_nothing_behind(cupy: Any) -> None:
 
 
 def test_a_graph_that_was_captured_with_short_lengths_replays_with_long_ones(cupy: Any) -> None:
-    given = made(PAGES)
+    given = varlen_arrays(PAGES)
     arguments = given.arguments(cupy)
     used = arguments["seqused_k"]
     wanted, short = used.copy(), cupy.minimum(used, 5)
@@ -235,7 +235,7 @@ def test_there_is_room_for_all_splits_of_unequal_sequences(batch: int, heads: in
 
 
 def test_calls_on_several_streams_at_once(cupy: Any) -> None:
-    given = made(replace(ROWS, queries=(2,) * 6))
+    given = varlen_arrays(replace(ROWS, queries=(2,) * 6))
     right, streams = forward(given, cupy), [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     cupy.cuda.Device().synchronize()
     results = []

@@ -12,9 +12,9 @@ from cuflash.errors import ProblemError
 from cuflash.problem.array_spec import ArraySpec, share_memory
 from cuflash.testing import sequences
 from cuflash.testing.cases import Case
-from cuflash.testing.gradients import Given, backward, check, given_for
+from cuflash.testing.gradients import BackwardArgs, backward, backward_args, check
 from cuflash.testing.layouts import host, identical, laid_out
-from cuflash.testing.sequences import Sequences, made
+from cuflash.testing.sequences import Sequences, varlen_arrays
 
 CASE = Case("grads_out", 2, 65, 65, 4, 4, 64, 64, "float16", causal=True)
 DETERMINISTIC = pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "deterministic"])
@@ -35,7 +35,7 @@ def test_parts_of_one_packed_array_are_written_and_nothing_beside_them(
     dtype: str, dims: tuple[int, int], deterministic: bool, xp: Any
 ) -> None:
     case = Case("packed", 2, 65, 65, 4, 4, *dims, dtype, causal=True)
-    given = given_for(case, xp)
+    given = backward_args(case, xp)
     # why: where all rows begin at multiples of 16 bytes, Hopper has kernels of its own for any head dim.
     wide = {
         name: laid_out(x, after=(0, 0, 0, 8 + -x.shape[3] % 8)) for name, x in given._asdict().items() if x.ndim == 4
@@ -56,7 +56,7 @@ def test_parts_of_one_packed_array_are_written_and_nothing_beside_them(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_any_strides_are_those_of_new_arrays(layout: str, deterministic: bool, xp: Any) -> None:
     case = Case("layout", 2, 65, 129, 4, 2, 40, 64, "float16", window_size=(40, 9))
-    given = given_for(case, xp)
+    given = backward_args(case, xp)
     for fill in (0.0, np.nan):
         targets = [laid_out(xp.full_like(x, fill), fill=5.0, **LAYOUTS[layout]) for x in (given.q, given.k, given.v)]
         check(case, given, backward(case, given, deterministic=deterministic, grads_out=targets))
@@ -67,7 +67,7 @@ def test_gradients_of_any_strides_are_those_of_new_arrays(layout: str, determini
 
 @pytest.mark.parametrize("which", range(3))
 def test_a_gradient_that_is_none_is_new(which: int, xp: Any) -> None:
-    given = given_for(CASE, xp)
+    given = backward_args(CASE, xp)
     outs: list[Any] = [None] * 3
     outs[which] = laid_out(xp.full_like(given.q, xp.nan), before=(1, 1, 1, 1))
     for grads_out in (outs, [None] * 3):
@@ -90,7 +90,7 @@ VARLEN_OPS = [
 def test_rows_of_no_sequence_become_0_in_arrays_that_are_given(
     case: Sequences, layout: str, deterministic: bool, xp: Any
 ) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     arguments = given.arguments(xp)
     targets = [laid_out(xp.full_like(arguments[name], xp.nan), fill=5.0, **LAYOUTS[layout]) for name in "qkv"]
     got = sequences.gradients(given, xp, deterministic=deterministic, grads_out=targets)
@@ -100,14 +100,14 @@ def test_rows_of_no_sequence_become_0_in_arrays_that_are_given(
 
 def test_tensors_are_written_where_they_are() -> None:
     pytest.importorskip("torch")
-    given = given_for(CASE, np)
+    given = backward_args(CASE, np)
     packed = MAKERS["torch"](np.full((2, 65, 3, 4, 64), np.nan, np.float16))
-    theirs = Given(*map(MAKERS["torch"], given))
+    theirs = BackwardArgs(*map(MAKERS["torch"], given))
     backward(CASE, theirs, grads_out=packed.unbind(2))
     assert identical([as_numpy(packed)], [np.stack(backward(CASE, given), axis=2).astype("f4")])
 
 
-def overlapping(xp: Any, given: Given) -> dict[str, tuple[Any, ...]]:
+def overlapping(xp: Any, given: BackwardArgs) -> dict[str, tuple[Any, ...]]:
     """Gradients that do not fit, by words of the refusal."""
     dq, dk, dv = (xp.zeros_like(x) for x in given[1:4])
     pool = xp.zeros((2, 65, 4, 192), "f2")
@@ -128,7 +128,7 @@ def overlapping(xp: Any, given: Given) -> dict[str, tuple[Any, ...]]:
 
 
 def test_gradients_that_do_not_fit_are_refused_and_nothing_is_written(xp: Any) -> None:
-    given = given_for(CASE, xp)
+    given = backward_args(CASE, xp)
     for words, grads_out in overlapping(xp, given).items():
         arrays = [*given, *(x for x in grads_out if isinstance(x, xp.ndarray))]
         before = [host(x).copy() for x in arrays]
@@ -140,13 +140,13 @@ def test_gradients_that_do_not_fit_are_refused_and_nothing_is_written(xp: Any) -
 
 
 def test_host_arrays_that_cannot_be_written_to_are_refused() -> None:
-    given = given_for(CASE, np)
+    given = backward_args(CASE, np)
     frozen = np.zeros_like(given.q)
     frozen.flags.writeable = False
     with pytest.raises(ProblemError, match="dk is read-only; give a writable array or None"):
         backward(CASE, given, grads_out=(None, frozen, None))
     pytest.importorskip("jax")
-    theirs = Given(*map(MAKERS["jax"], given))
+    theirs = BackwardArgs(*map(MAKERS["jax"], given))
     with pytest.raises(ProblemError, match=r"dv is a jax array, which cannot be written to here; .* or None"):
         backward(CASE, theirs, grads_out=(None, None, theirs.v))
 

@@ -23,14 +23,14 @@ from cuflash.testing.sequences import (
     KERNEL_DIMS,
     LAYOUTS,
     TILED,
-    Made,
     Sequences,
+    VarlenArrays,
     check,
     check_gradients,
     drawn,
     gradients,
-    made,
     upstream,
+    varlen_arrays,
 )
 
 pytestmark = pytest.mark.usefixtures("new_memory_holds_nan")
@@ -92,17 +92,17 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def forward(given: Made, xp: Any, layout: str = "dense", **more: Any) -> Any:
+def forward(given: VarlenArrays, xp: Any, layout: str = "dense", **more: Any) -> Any:
     return cuflash.forward(**given.arguments(xp, layout) | more, return_lse=True)
 
 
-def lse_of(given: Made, xp: Any, **more: Any) -> Any:
+def lse_of(given: VarlenArrays, xp: Any, **more: Any) -> Any:
     return cuflash.lse(**{name: x for name, x in given.arguments(xp).items() if name != "v"} | more)
 
 
 @each(CASES)
 def test_forward_and_lse_agree_with_float64_and_repeat_bitwise(case: Sequences, xp: Any) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     out, lse = results = forward(given, xp)
     assert type(out) is type(lse) is xp.ndarray
     assert (out.dtype, lse.dtype) == (numpy_dtype(case.dtype), np.float32)
@@ -114,28 +114,28 @@ def test_forward_and_lse_agree_with_float64_and_repeat_bitwise(case: Sequences, 
 @DETERMINISTIC
 @each(WITH_GRADIENTS)
 def test_gradients_agree_with_float64(case: Sequences, deterministic: bool, xp: Any) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     for dlse in (True, False):
         check_gradients(given, gradients(given, xp, dlse=dlse, deterministic=deterministic), dlse=dlse)
 
 
 @pytest.mark.drawn(150)
 def test_forward_agrees_with_float64_on_drawn_problems(seed: int, xp: Any) -> None:
-    given = made(drawn(seed), seed)
+    given = varlen_arrays(drawn(seed), seed)
     check(given, *forward(given, xp))
     check(given, None, lse_of(given, xp))
 
 
 @pytest.mark.drawn(80)
 def test_gradients_agree_with_float64_on_drawn_problems(seed: int, xp: Any) -> None:
-    given = made(drawn(seed, gradients=True), seed)
+    given = varlen_arrays(drawn(seed, gradients=True), seed)
     check_gradients(given, gradients(given, xp, deterministic=seed % 2 == 0))
 
 
 @pytest.mark.gpu
 @pytest.mark.drawn(150)
 def test_gpu_agrees_with_float64_at_lengths_around_tiles(cupy: Any, seed: int) -> None:
-    given, other = (made(drawn(seed, TILED, KERNEL_DIMS, gradients=grads), seed) for grads in (False, True))
+    given, other = (varlen_arrays(drawn(seed, TILED, KERNEL_DIMS, gradients=grads), seed) for grads in (False, True))
     for kernels in (nullcontext, for_any_gpu):
         with kernels():
             check(given, *forward(given, cupy))
@@ -152,7 +152,7 @@ def test_gpu_every_length_around_a_tile_has_neighbours(
 ) -> None:
     lengths = (127, 0, 129, 64, 1, 63, 128, 65)
     spare = {"spare_q": lengths[::-1], "spare_k": lengths} if case.used_q else {}
-    given = made(replace(case, queries=lengths, keys=lengths[::-1], dims=(128, 128), dtype=dtype, **spare))
+    given = varlen_arrays(replace(case, queries=lengths, keys=lengths[::-1], dims=(128, 128), dtype=dtype, **spare))
     for kernels in (nullcontext, for_any_gpu):
         with kernels():
             check(given, *forward(given, cupy))
@@ -161,15 +161,15 @@ def test_gpu_every_length_around_a_tile_has_neighbours(
 
 def test_float64_is_computed_in_float64() -> None:
     for seed in range(20):
-        given = made(replace(drawn(seed), dtype="float64"), seed)
+        given = varlen_arrays(replace(drawn(seed), dtype="float64"), seed)
         check(given, *forward(given, np))
-        given = made(replace(drawn(seed, gradients=True), dtype="float64"), seed)
+        given = varlen_arrays(replace(drawn(seed, gradients=True), dtype="float64"), seed)
         check_gradients(given, gradients(given, np))
 
 
 @each(EVERY_KIND)
 def test_what_no_sequence_uses_changes_nothing_whatever_it_holds(case: Sequences, xp: Any) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     assert given.unused("k").any()
     clean = forward(given.filled(0.0), xp)
     for poison in (np.nan, np.inf):
@@ -183,7 +183,7 @@ def test_what_no_sequence_uses_changes_nothing_whatever_it_holds(case: Sequences
 @each([PACKED, USED, RECTANGLE, replace(PAGED, used_q=True, spare_q=(1, 2, 0, 3, 0))])
 @pytest.mark.parametrize("layout", ["dense", "heads_first", "gaps", "reversed"])
 def test_an_out_that_is_given_keeps_what_it_holds_in_rows_of_no_sequence(case: Sequences, layout: str, xp: Any) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     wanted, wanted_lse = forward(given, xp)
     (out,) = LAYOUTS[layout](xp.full(wanted.shape, 7.0, wanted.dtype))
     got, lse = forward(given, xp, out=out)
@@ -202,7 +202,7 @@ def test_an_out_that_is_given_keeps_what_it_holds_in_rows_of_no_sequence(case: S
 
 def test_lse_has_the_axes_of_q_with_the_heads_before_the_rows(xp: Any) -> None:
     for case, shape in ((PACKED, (4, 58)), (RECTANGLE, (3, 4, 9)), (PAGED, (4, 33))):
-        given = made(case)
+        given = varlen_arrays(case)
         assert forward(given, xp)[1].shape == lse_of(given, xp).shape == shape
     rng, used = np.random.default_rng(0), xp.asarray(np.array([7], np.int32))
     q, k, v = (rng.standard_normal((n, 1, 16)).astype("f2") for n in (9, 11, 11))
@@ -217,7 +217,7 @@ def test_lse_has_the_axes_of_q_with_the_heads_before_the_rows(xp: Any) -> None:
 
 @each(CASES)
 def test_each_sequence_gets_what_a_dense_call_of_it_gives(case: Sequences, xp: Any) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     out, lse = (host(x) for x in forward(given, xp))
     if "cu_seqlens_q" in given.varlen_kwargs:
         out, lse = out[None], lse[None]
@@ -236,7 +236,7 @@ def test_each_sequence_gets_what_a_dense_call_of_it_gives(case: Sequences, xp: A
 @each([replace(case, heads=heads) for case in (RECTANGLE, CACHE, PAGED) for heads in ((4, 2), (3, 1))])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_arrays_of_any_strides_give_what_dense_ones_give(case: Sequences, layout: str, xp: Any) -> None:
-    given = made(replace(case, dims=(40, 64)))
+    given = varlen_arrays(replace(case, dims=(40, 64)))
     got = forward(given, xp, layout)
     check(given, *got)
     if xp is np:
@@ -245,7 +245,7 @@ def test_arrays_of_any_strides_give_what_dense_ones_give(case: Sequences, layout
 
 @each(EVERY_KIND)
 def test_integers_of_any_strides_are_read_where_they_are(case: Sequences, xp: Any) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     for how in ({"steps": (1, 1, 2, 1), "before": (0, 0, 1, 3)}, {"steps": (1, 1, -1, 2), "before": (0, 0, 0, 1)}):
         varlen_kwargs = {name: laid_out(xp.asarray(x), fill=FAR, **how) for name, x in given.varlen_kwargs.items()}
         check(given, *forward(given, xp, **varlen_kwargs))
@@ -255,7 +255,7 @@ def test_integers_of_any_strides_are_read_where_they_are(case: Sequences, xp: An
 @pytest.mark.parametrize("place_k", ["packed", "rectangle", "cache", "paged"])
 def test_used_lengths_that_are_negative_or_past_the_end_are_clamped(place_q: str, place_k: str, xp: Any) -> None:
     case = Sequences("clamped", (0, 6, 2), (0, 16, 3), place_q, place_k, True, True, (4, 0, 1), (4, 0, 2), **CAUSAL)
-    given = made(case)
+    given = varlen_arrays(case)
     for low, more in ((-1, 1), (-FAR - 1, FAR - 16)):
         wild = given.with_varlen(seqused_q=[low, 6 + more, 2], seqused_k=[low, 16 + more, 3])
         check(wild, *forward(wild, xp))
@@ -264,7 +264,7 @@ def test_used_lengths_that_are_negative_or_past_the_end_are_clamped(place_q: str
 
 
 def test_packed_places_outside_the_arrays_are_clamped(xp: Any) -> None:
-    given = made(Sequences("outside", (0, 5, 7, 0), (4, 0, 8, 0), gaps=(0, 0), **CAUSAL))
+    given = varlen_arrays(Sequences("outside", (0, 5, 7, 0), (4, 0, 8, 0), gaps=(0, 0), **CAUSAL))
     for low, high in ((-3, 1), (-FAR - 1, FAR - 12)):
         wild = given.with_varlen(cu_seqlens_q=[low, low, 5, 12 + high, 12 + high], cu_seqlens_k=[low, 4, 4, 12, FAR])
         check(wild, *forward(wild, xp))
@@ -274,12 +274,12 @@ def test_packed_places_outside_the_arrays_are_clamped(xp: Any) -> None:
 @pytest.mark.drawn(60)
 def test_whatever_the_integers_say_nothing_outside_the_arrays_is_read_or_written(seed: int, xp: Any) -> None:
     has_gradients = seed % 3 == 0
-    given = made(drawn(seed, gradients=has_gradients), seed).filled(0.5)
+    given = varlen_arrays(drawn(seed, gradients=has_gradients), seed).filled(0.5)
     rng = np.random.default_rng(seed)
     kinds = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
     wild = given.with_varlen(**{name: rng.choice(kinds, x.shape) for name, x in given.varlen_kwargs.items()})
     arguments = wild.arguments(xp, "heads_first")  # NaN surrounds the arrays
-    shape = (*arguments["q"].shape[:-1], given.of.dims[1])
+    shape = (*arguments["q"].shape[:-1], given.sequences.dims[1])
     memory = xp.full(np.prod(shape, dtype=int) + 2048, 7.0, arguments["q"].dtype)
     kept = [x.tobytes() for x in (*wild[1:4], *wild.varlen_kwargs.values())]
     cuflash.forward(**arguments, out=memory[1024:-1024].reshape(shape))
@@ -301,14 +301,14 @@ def test_a_page_that_is_not_there_hides_its_own_keys_and_moves_no_others(
 ) -> None:
     case = replace(PAGED, causal=False, page_size=page_size, dtype=dtype)
     for seed in range(3):
-        given = made(replace(case, **mask), seed).without_pages(seed)
+        given = varlen_arrays(replace(case, **mask), seed).without_pages(seed)
         assert not all(there.all() for there in given.there)
         check(given, *forward(given, xp))
         check(given, None, lse_of(given, xp))
 
 
 def test_of_a_pool_without_pages_nothing_is_seen(xp: Any) -> None:
-    given = made(PAGED)
+    given = varlen_arrays(PAGED)
     given = given._replace(k=given.k[:0], v=given.v[:0])
     out, lse = (host(x) for x in forward(given, xp))
     assert not out.any()
@@ -316,7 +316,7 @@ def test_of_a_pool_without_pages_nothing_is_seen(xp: Any) -> None:
 
 
 def test_a_row_of_the_cache_that_is_not_there_hides_its_keys_from_its_own_sequence_alone(xp: Any) -> None:
-    given = made(CACHE)
+    given = varlen_arrays(CACHE)
     rows = given.varlen_kwargs["cache_batch_idx"]
     for wrong in (-1, len(given.k), FAR, -FAR - 1):
         there = [np.full(12, False), given.there[1], given.there[2], given.there[3]]
@@ -338,7 +338,7 @@ BOUNDED = [
 @each(BOUNDED)
 def test_rows_past_a_bound_that_is_too_small_count_as_unused(case: Sequences, xp: Any) -> None:
     for is_causal in (False, True):
-        given = made(replace(case, bounded=True, causal=is_causal))
+        given = varlen_arrays(replace(case, bounded=True, causal=is_causal))
         for name in ("seqused_q", "seqused_k"):
             only = given.with_varlen(**{name: None})  # the bound alone tells how many are used
             check(only, *forward(only, xp))
@@ -353,14 +353,14 @@ def test_rows_past_a_bound_that_is_too_small_count_as_unused(case: Sequences, xp
     Sequences("packed", (2, 17, 0, 3), (300, 129, 0, 5), softcap=4.0, dtype="bfloat16"),
 ])  # fmt: skip
 def test_keys_in_splits_give_the_same_numbers(case: Sequences, more: dict[str, Any], xp: Any) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     check(given, *forward(given, xp, **more))
     check(given, None, lse_of(given, xp, **more))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_out_dtype_keeps_what_16_bits_would_round(dtype: str, xp: Any) -> None:
-    given = made(replace(PAGED, dtype=dtype)).without_pages(0)
+    given = varlen_arrays(replace(PAGED, dtype=dtype)).without_pages(0)
     wide, narrow = (forward(given, xp, out_dtype=name)[0] for name in ("float32", None))
     assert (wide.dtype, narrow.dtype) == (np.float32, numpy_dtype(dtype))
     assert bool((wide.astype(narrow.dtype) == narrow).all())
@@ -382,7 +382,7 @@ def test_gpu_arrays_of_other_libraries_give_the_same(cupy: Any, case: Sequences,
 
 def same_as_in(make: Any, xp: Any, case: Sequences) -> None:
     for dtype in ("bfloat16", "float32"):
-        given = made(replace(case, dtype=dtype))
+        given = varlen_arrays(replace(case, dtype=dtype))
         ours = given.arguments(xp)
         out, lse = wanted = forward(given, xp)
         theirs = {name: make(host(x)) if isinstance(x, xp.ndarray) else x for name, x in ours.items()}

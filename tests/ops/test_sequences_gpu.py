@@ -11,7 +11,7 @@ from plans import planned_with
 import cuflash
 from cuflash.planning import backward as plan_backward
 from cuflash.testing.layouts import identical
-from cuflash.testing.sequences import Sequences, check, check_gradients, gradients, made
+from cuflash.testing.sequences import Sequences, check, check_gradients, gradients, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # why heads of their own: with few keys, the query heads of a group are shared out, at head dims over 128 by the kernels
@@ -42,7 +42,7 @@ DIMS = [(64, 64), (40, 56), (96, 96), (128, 128), (192, 128), (192, 64), (192, 1
 def test_gradients_agree_with_float64_at_several_tiles(
     cupy: Any, dims: tuple[int, int], case: Sequences, deterministic: bool
 ) -> None:
-    given = made(replace(case, dims=dims))
+    given = varlen_arrays(replace(case, dims=dims))
     # One key block of a thread block, and as many as its tile says.
     for waves in (plan_backward.SHORT_WAVES, 0):
         with planned_with(plan_backward, SHORT_WAVES=waves):
@@ -55,7 +55,7 @@ def test_gradients_agree_with_float64_at_several_tiles(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 def test_gradients_end_where_cu_seqlens_fall(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
-    given = made(replace(PACKED, dims=dims)).filled(0.5)
+    given = varlen_arrays(replace(PACKED, dims=dims)).filled(0.5)
     rows_q, rows_k = (given.varlen_kwargs[f"cu_seqlens_{side}"][-1] for side in "qk")
     for more in (
         {"cu_seqlens_q": [0, rows_q, 0, rows_q, 0, rows_q]},
@@ -82,7 +82,7 @@ def test_forward_agrees_with_float64_where_sequences_are_many_or_of_unequal_leng
 ) -> None:
     lengths, heads = UNEQUAL[unequal]
     case = Sequences(unequal, lengths, lengths, heads=heads, dims=dims, dtype="bfloat16", causal=causal)
-    given = made(case)
+    given = varlen_arrays(case)
     arguments = given.arguments(cupy)
     results = cuflash.forward(**arguments, return_lse=True)
     check(given, *results)

@@ -52,7 +52,7 @@ def test_the_kernels_of_each_device_in_order(arch: str, dtype: str, deterministi
 
 def test_only_delta_is_told_of_an_out_in_float32() -> None:
     of = problem(op="backward", dims=(2, 300, 500, 2, 2))
-    wide = Problem.of(of.op, [*of.specs[:4], of.spec("out")._replace(dtype="float32")], Options())
+    wide = Problem.from_specs(of.op, [*of.specs[:4], of.spec("out")._replace(dtype="float32")], Options())
     for arch in ("sm_80", "sm_90"):
         plain, made = plan(of, DEVICES[arch]), plan(wide, DEVICES[arch])
         assert made.launches[0].variant == replace(plain.launches[0].variant, out_dtype="float32")
@@ -185,7 +185,7 @@ def mod_problem(head_dim: int, *, of_lengths: bool = False, **more: Any) -> Prob
         given += [None, None, None, ArraySpec.contiguous((of.batch,), "int32")]
     given += [ArraySpec.contiguous((of.heads_q,), "float32")] if has_sinks else []
     given += [ArraySpec.contiguous((1,), "int64")] if drops else []
-    return Problem.of(mod_op("backward", of_lengths, mod_spec), given, of.options)
+    return Problem.from_specs(mod_op("backward", of_lengths, mod_spec), given, of.options)
 
 
 @DETERMINISTIC

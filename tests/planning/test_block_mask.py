@@ -79,7 +79,7 @@ def problem(
     made = mod_op(op, varlen_kwargs is not None, mod_spec)
     if has_block_mask:
         made = mod_op(op, varlen_kwargs is not None, mod_spec, sizes=Sizes(1, 1, seqlen_q, seqlen_k))
-    return Problem.of(made, given, Options(**options))
+    return Problem.from_specs(made, given, Options(**options))
 
 
 def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
@@ -374,7 +374,7 @@ def test_a_warp_takes_several_cells_where_there_are_many() -> None:
 def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
     mod_spec = make_mod_spec(None, trace(of_heads, "mask_mod"))
     like = ArraySpec.contiguous((1,), "float16", "cuda:0", "cupy")
-    given = Problem.of(block_mask_op(mod_spec, Sizes(3, 2, 130, 64)), [like], Options())
+    given = Problem.from_specs(block_mask_op(mod_spec, Sizes(3, 2, 130, 64)), [like], Options())
     (launch,) = plan(given, A100).launches
     assert launch.fields == {"num_mask_tiles": 18, "heads": 2, "mask_tiles_q": 3, "mask_tiles_k": 1, "of_call": 0}
     assert (launch.num_blocks, launch.variant.is_varlen, plan(given, A100).workspace_bytes) == (3, False, 0)

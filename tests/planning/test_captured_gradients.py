@@ -110,7 +110,7 @@ def problem_of(call: Arrays, dtype: str = "float32", grads: tuple[int, ...] = (0
     given: list[ArraySpec | None] = [q, k, k, q, q, ArraySpec.contiguous((BATCH, HEADS, ROWS), "float32"), None]
     more = [*(np.asarray(each.array) for each in captured([graph])), *(x for x in (bias, sinks) if x is not None)]
     given += [NUMPY.spec("x", x) for x in more]
-    return Problem.of(mod_op("backward", False, mod_spec, grads), given, Options(**call))
+    return Problem.from_specs(mod_op("backward", False, mod_spec, grads), given, Options(**call))
 
 
 def mod_spec_of_problem(of: Problem) -> ModSpec:

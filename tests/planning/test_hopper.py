@@ -47,11 +47,13 @@ def strided(op: str, name: str, strides: tuple[int, ...], **options: Any) -> Pro
 
 
 SLICE = SOME._replace(shape=(2, 300, 4, 60))  # of rows of 64
-UNEVEN = Problem.of(BACKWARD, [SLICE] * 4, Options())
+UNEVEN = Problem.from_specs(BACKWARD, [SLICE] * 4, Options())
 SLICED = {
-    "forward": Problem.of(FORWARD, [SOME, SOME, SLICE, SLICE], Options()),
-    "float32": Problem.of(FORWARD, [SOME, SOME, SLICE, SLICE._replace(dtype="float32")], Options(out_dtype="float32")),
-    "backward": Problem.of(BACKWARD, [*[SLICE] * 5, None, None, *[SLICE] * 3], Options()),
+    "forward": Problem.from_specs(FORWARD, [SOME, SOME, SLICE, SLICE], Options()),
+    "float32": Problem.from_specs(
+        FORWARD, [SOME, SOME, SLICE, SLICE._replace(dtype="float32")], Options(out_dtype="float32")
+    ),
+    "backward": Problem.from_specs(BACKWARD, [*[SLICE] * 5, None, None, *[SLICE] * 3], Options()),
 }
 ALL = ("forward", "lse", "backward")
 STRIDES = "the strides of {} are not positive multiples of 16 bytes"
@@ -177,7 +179,7 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     q = SOME._replace(device="cuda:1")
     bias = ArraySpec.contiguous((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
     op = mod_op("forward", False, make_mod_spec(None, None, Bias("float32", (False, True, True, True))))
-    of = Problem.of(op, [q, q, q, bias], Options())
+    of = Problem.from_specs(op, [q, q, q, bias], Options())
     call, names = CachedCall(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
     assert dict(call.plan.vector_loaded) == {"bias": 8}  # two of float32
     pointers = (*[2**20] * len(names), 2**30)

@@ -21,7 +21,7 @@ def plan_of(op: str, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "s
     mod_spec = make_mod_spec(trace(lambda score, b, h, q_idx, k_idx: score + 0.5 * (k_idx - q_idx), "score_mod"), None)
     x = ArraySpec.contiguous((2, 100, 4, head_dim), dtype)
     given = [x] * (5 if op == "backward" else 3)
-    problem = Problem.of(mod_op(op, False, mod_spec), given, Options(**options))
+    problem = Problem.from_specs(mod_op(op, False, mod_spec), given, Options(**options))
     return (backward if op == "backward" else forward)._generic_plan(problem, DEVICES[arch], None)
 
 

@@ -31,7 +31,9 @@ def claims(rng: np.random.Generator) -> Iterator[str]:
             (f"head_by_head({index}, {num_blocks})", head_by_head(index, num_blocks)),
         ):
             yield "is({}, {}, {})".format(call, *at)
-            yield "is(Work({}, {}, {}), {}, {}, {}, {})".format(call, heads, parts, *Work.of(at, heads, parts))
+            yield "is(Work({}, {}, {}), {}, {}, {}, {})".format(
+                call, heads, parts, *Work.from_head_block(at, heads, parts)
+            )
         begin, end, size = (int(n) for n in rng.integers(1, 300, 3))
         tiles = covering((begin, end), size)
         yield f"is(TileRange::covering({{{begin}, {end}}}, {size}), {tiles.start}, {tiles.stop})"

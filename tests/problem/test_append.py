@@ -17,7 +17,7 @@ from cuflash.problem.checks import MAX_SEQLEN
 from cuflash.problem.operands import APPEND_KV
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
-from cuflash.testing.appends import Arguments, drawn, expected, made
+from cuflash.testing.appends import Arguments, drawn, expected, in_library
 from cuflash.testing.layouts import identical
 
 CACHE, PAGES = "(batch, capacity, heads, head_dim)", "(num_pages, page_size, heads, head_dim)"
@@ -140,20 +140,20 @@ def test_the_call_that_each_row_spoils_is_legal_and_computes(make: Any, monkeypa
 @pytest.mark.usefixtures("nothing_runs")
 def test_arrays_that_do_not_change_are_refused() -> None:
     call = {name: x for name, x in plain({}).items() if isinstance(x, np.ndarray)}
-    check(cuflash.append_kv, Row("producer", made(call, Producer), ("k_cache is a libraries array", WRITABLE)))
+    check(cuflash.append_kv, Row("producer", in_library(call, Producer), ("k_cache is a libraries array", WRITABLE)))
     with pytest.raises(ProblemError, match="k_cache is a jax array, which cannot be written to here; give a NumPy"):
-        cuflash.append_kv(**made(call, lambda x: jax_of(x, "cpu")))
+        cuflash.append_kv(**in_library(call, lambda x: jax_of(x, "cpu")))
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("nothing_runs")
 def test_arrays_on_a_gpu_that_do_not_change_or_overlap_are_refused(cupy: Any) -> None:
     call = {name: x for name, x in plain({}).items() if isinstance(x, np.ndarray)}
-    on_gpu = made(call, cupy.asarray)
+    on_gpu = in_library(call, cupy.asarray)
     with pytest.raises(ProblemError, match="k_cache is a libraries array, which cannot be written to here"):
-        cuflash.append_kv(**made(on_gpu, lambda x: x) | {name: Producer(x) for name, x in on_gpu.items()})
+        cuflash.append_kv(**in_library(on_gpu, lambda x: x) | {name: Producer(x) for name, x in on_gpu.items()})
     with pytest.raises(ProblemError, match="k_cache is a jax array, which cannot be written to here"):
-        cuflash.append_kv(**made(call, lambda x: jax_of(x, "gpu")))
+        cuflash.append_kv(**in_library(call, lambda x: jax_of(x, "gpu")))
     pool = on_gpu["k_cache"].reshape(-1)
     for name in ("k", "v", "v_cache"):
         part = pool[: on_gpu[name].size].reshape(on_gpu[name].shape)
@@ -162,7 +162,7 @@ def test_arrays_on_a_gpu_that_do_not_change_or_overlap_are_refused(cupy: Any) ->
     with pytest.raises(ProblemError, match="last dimension is not contiguous"):
         cuflash.append_kv(**on_gpu | {"k_cache": cupy.zeros((3, 33, 2, 32), "f4")[..., ::2]})
     with pytest.raises(UnsupportedError, match="float64"):
-        cuflash.append_kv(**made(drawn("float64"), cupy.asarray))
+        cuflash.append_kv(**in_library(drawn("float64"), cupy.asarray))
 
 
 def test_tensors_that_require_grad_and_lazily_negated_caches_are_refused() -> None:
@@ -201,12 +201,12 @@ def test_positions_stay_within_32_bits(name: str, shape: tuple[int, ...], seqlen
     specs[name] = ArraySpec.contiguous(shape, specs[name].dtype)
     of = "k_cache" if name == "page_table" else name
     with pytest.raises(ProblemError, match=f"{of} has seqlen {seqlen}, over the limit of {MAX_SEQLEN}"):
-        Problem.of(APPEND_KV, list(specs.values()), Options())
+        Problem.from_specs(APPEND_KV, list(specs.values()), Options())
 
 
 def test_the_problem_tells_lengths_and_results() -> None:
     specs = specs_of(packed({}))
-    of = Problem.of(APPEND_KV, list(specs.values()), Options(q_same_position=True))
+    of = Problem.from_specs(APPEND_KV, list(specs.values()), Options(q_same_position=True))
     assert (of.batch, of.seqlen_q, of.seqlen_k, of.heads_q, of.heads_kv, of.head_dim, of.head_dim_v) == (
         3, 15, 15, 4, 2, 16, 8)  # fmt: skip
     assert of.outputs == (((15, 4, 16), "float32"),)
@@ -214,6 +214,6 @@ def test_the_problem_tells_lengths_and_results() -> None:
     assert of.spec("q").shape == of.spec("q_out").shape == (1, 15, 4, 16)
     assert of.seqlen_info is not None
     assert of.seqlen_info[:4] == (1, 15, 1, 15)
-    of = Problem.of(APPEND_KV, list((specs | {"q": None, "cu_seqlens_q": None}).values()), Options())
+    of = Problem.from_specs(APPEND_KV, list((specs | {"q": None, "cu_seqlens_q": None}).values()), Options())
     assert (of.outputs, of.heads_q, of.seqlen_q) == ((), 0, 0)
     hash(of)

@@ -12,7 +12,7 @@ from refusals import CAP, DTYPES, Row, backward_with, check, forward_with, rows,
 import cuflash
 from cuflash.errors import ProblemError
 from cuflash.testing.cases import Case
-from cuflash.testing.gradients import backward, given_for
+from cuflash.testing.gradients import backward, backward_args
 from cuflash.testing.layouts import identical
 
 LIBRARIES = "CuPy, PyTorch, JAX or NumPy"
@@ -101,7 +101,7 @@ CASE = Case("bad", 1, 40, 50, 2, 1, 64, 64, "float16", causal=True)
 
 
 def test_the_next_call_after_an_error_works(xp: Any) -> None:
-    made = given_for(CASE, xp)
+    made = backward_args(CASE, xp)
     wanted = backward(CASE, made, deterministic=True)
     for name, x in zip(made._fields, made, strict=True):
         with pytest.raises(ProblemError, match=f"{name} has"):
@@ -112,7 +112,7 @@ def test_the_next_call_after_an_error_works(xp: Any) -> None:
 
 
 def test_what_equals_a_legal_argument_of_an_earlier_call_is_still_refused(xp: Any) -> None:
-    made = given_for(CASE, xp)
+    made = backward_args(CASE, xp)
     backward(CASE, made, deterministic=True)
     with pytest.raises(ProblemError, match="deterministic=1 is a int"):
         backward(CASE, made, deterministic=1)

@@ -20,7 +20,7 @@ LIKE = ArraySpec.contiguous((7,), "int64")
 
 
 def of(**specs: ArraySpec) -> Problem:
-    return Problem.of(OP, [LIKE if name == "like" else specs.get(name) for name in OP.names], Options())
+    return Problem.from_specs(OP, [LIKE if name == "like" else specs.get(name) for name in OP.names], Options())
 
 
 def test_a_block_mask_is_a_problem_without_head_dims() -> None:

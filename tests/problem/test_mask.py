@@ -57,7 +57,7 @@ def hull(flags: np.ndarray[Any, Any]) -> tuple[int, int]:
 @SETTINGS
 @given(length, length, arguments)
 def test_predicate_is_the_contract(seqlen_q: int, seqlen_k: int, given_arguments: dict[str, Any]) -> None:
-    mask = Mask.of(seqlen_q, seqlen_k, **given_arguments)
+    mask = Mask.from_options(seqlen_q, seqlen_k, **given_arguments)
     wanted = visible_by_contract(seqlen_q, seqlen_k, **given_arguments)
     np.testing.assert_array_equal(predicate(mask), wanted)
     assert mask.num_visible() == wanted.sum()
@@ -68,7 +68,7 @@ def test_predicate_is_the_contract(seqlen_q: int, seqlen_k: int, given_arguments
 @SETTINGS
 @given(length, length, arguments)
 def test_ranges_are_those_of_the_predicate(seqlen_q: int, seqlen_k: int, given_arguments: dict[str, Any]) -> None:
-    mask = Mask.of(seqlen_q, seqlen_k, **given_arguments)
+    mask = Mask.from_options(seqlen_q, seqlen_k, **given_arguments)
     sees = predicate(mask)
     for begin in range(seqlen_q):
         for end in range(begin + 1, seqlen_q + 1):
@@ -125,7 +125,9 @@ def masks_for_kernels(rng: np.random.Generator) -> Iterator[Mask]:
         window = tuple(int(side) for side in rng.integers(-1, 10, 2))
         offset = (None, int(rng.integers(-12, 13)), -(10**12), 10**12)[rng.choice(4, p=(0.3, 0.6, 0.05, 0.05))]
         seqlen_q, seqlen_k = (int(n) for n in rng.integers(0, 10, 2))
-        yield Mask.of(seqlen_q, seqlen_k, causal=bool(rng.integers(2)), window_size=window, diagonal_offset=offset)
+        yield Mask.from_options(
+            seqlen_q, seqlen_k, causal=bool(rng.integers(2)), window_size=window, diagonal_offset=offset
+        )
 
 
 @SETTINGS
@@ -133,7 +135,7 @@ def masks_for_kernels(rng: np.random.Generator) -> Iterator[Mask]:
 def test_masks_that_hide_the_same_are_equal(
     seqlen_q: int, seqlen_k: int, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    a, b = Mask.of(seqlen_q, seqlen_k, **one), Mask.of(seqlen_q, seqlen_k, **other)
+    a, b = Mask.from_options(seqlen_q, seqlen_k, **one), Mask.from_options(seqlen_q, seqlen_k, **other)
     same = np.array_equal(predicate(a), predicate(b))
     if predicate(a).any():  # masks that hide everything keep the side on which they do
         assert (a == b) == same
@@ -144,18 +146,25 @@ def test_masks_that_hide_the_same_are_equal(
 @SETTINGS
 @given(length, length, arguments)
 def test_bounds_are_small(seqlen_q: int, seqlen_k: int, given_arguments: dict[str, Any]) -> None:
-    mask = Mask.of(seqlen_q, seqlen_k, **given_arguments)
+    mask = Mask.from_options(seqlen_q, seqlen_k, **given_arguments)
     assert -seqlen_q <= mask.lo <= mask.hi <= seqlen_k
 
 
 def test_named_masks() -> None:
-    assert Mask.of(5, 7).is_full
-    assert Mask.of(5, 7, window_size=(None, None)) == Mask.of(5, 7, window_size=(-1, -1)) == Mask.of(5, 7)
-    assert Mask.of(5, 7, causal=True) == Mask.of(5, 7, window_size=(-1, 0))
-    assert Mask.of(5, 7, causal=True) == Mask.of(5, 7, causal=True, diagonal_offset=2)  # bottom-right aligned
-    assert Mask.of(1, 7, causal=True).is_full  # decoding: the one query is the last
-    assert not Mask.of(1, 7, causal=True, diagonal_offset=0).is_full
-    assert Mask.of(5, 7, window_size=(np.int64(2), 1)) == Mask.of(5, 7, window_size=(2, 1))
+    assert Mask.from_options(5, 7).is_full
+    assert (
+        Mask.from_options(5, 7, window_size=(None, None))
+        == Mask.from_options(5, 7, window_size=(-1, -1))
+        == Mask.from_options(5, 7)
+    )
+    assert Mask.from_options(5, 7, causal=True) == Mask.from_options(5, 7, window_size=(-1, 0))
+    assert Mask.from_options(5, 7, causal=True) == Mask.from_options(
+        5, 7, causal=True, diagonal_offset=2
+    )  # bottom-right aligned
+    assert Mask.from_options(1, 7, causal=True).is_full  # decoding: the one query is the last
+    assert not Mask.from_options(1, 7, causal=True, diagonal_offset=0).is_full
+    assert Mask.from_options(5, 7, window_size=(np.int64(2), 1)) == Mask.from_options(5, 7, window_size=(2, 1))
     np.testing.assert_array_equal(
-        predicate(Mask.of(3, 3, window_size=(1, 0))), [[True, False, False], [True, True, False], [False, True, True]]
+        predicate(Mask.from_options(3, 3, window_size=(1, 0))),
+        [[True, False, False], [True, True, False], [False, True, True]],
     )

@@ -21,7 +21,7 @@ from cuflash.testing.cases import CASES, Case
 def problem(*shapes: tuple[int, ...], dtype: str = "float16", **arguments: Any) -> Problem:
     """The problem of dense arrays of these shapes; the third, that of v, may be left out."""
     specs = [ArraySpec.contiguous(shape, dtype) for shape in shapes]
-    return Problem.of(OPS["forward" if len(specs) == 3 else "lse"], specs, Options(**arguments))
+    return Problem.from_specs(OPS["forward" if len(specs) == 3 else "lse"], specs, Options(**arguments))
 
 
 def shapes_of(made: Problem) -> list[tuple[int, ...]]:
@@ -75,7 +75,7 @@ def test_results_have_the_rank_of_q(rank: int, out: tuple[int, ...], lse: tuple[
 def test_every_fact_of_the_arrays_is_kept() -> None:
     q = ArraySpec((2, 5, 4, 8), (999, 160, 9, 1), "bfloat16", "cuda:3", "torch")
     k, v = (ArraySpec.contiguous(shape, "bfloat16", "cuda:3", "torch") for shape in SHAPES[1:])
-    made = Problem.of(OPS["forward"], [q, k, v], Options())
+    made = Problem.from_specs(OPS["forward"], [q, k, v], Options())
     assert (made.batch, made.seqlen_q, made.seqlen_k, made.heads_q, made.heads_kv) == (2, 5, 7, 4, 2)
     assert (made.dtype, made.device, made.library, made.ordinal) == ("bfloat16", "cuda:3", "torch", 3)
     assert made.specs[:3] == (q, k, v)
@@ -148,9 +148,9 @@ def test_index_arithmetic_of_the_kernels_fits_32_bits_at_the_limit() -> None:
 )
 def test_mixed_operands_are_refused(name: str, value: str, words: str) -> None:
     q, k, v = (ArraySpec.contiguous(shape, "float16", "cuda:0", "torch") for shape in SHAPES)
-    Problem.of(OPS["forward"], [q, k, v], Options())
+    Problem.from_specs(OPS["forward"], [q, k, v], Options())
     with pytest.raises(ProblemError, match=words):
-        Problem.of(OPS["forward"], [q, k._replace(**{name: value}), v], Options())
+        Problem.from_specs(OPS["forward"], [q, k._replace(**{name: value}), v], Options())
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,13 @@ def test_mixed_operands_are_refused(name: str, value: str, words: str) -> None:
 )
 def test_further_operands_are_judged_against_the_problem(changes: dict[str, Any], words: str) -> None:
     specs, out = problem(*SHAPES).specs[:3], ArraySpec.contiguous((2, 5, 4, 6), "float16")
-    assert Problem.of(OPS["forward"], [*specs, out], Options()) == problem(*SHAPES)
+    assert Problem.from_specs(OPS["forward"], [*specs, out], Options()) == problem(*SHAPES)
     with pytest.raises(ProblemError, match=words):
-        Problem.of(OPS["forward"], [*specs, out._replace(**changes)], Options())
+        Problem.from_specs(OPS["forward"], [*specs, out._replace(**changes)], Options())
 
 
 def states(outs: list[ArraySpec], lses: list[ArraySpec]) -> Problem:
-    return Problem.of(merge_op(len(outs)), [*outs, *lses], Options())
+    return Problem.from_specs(merge_op(len(outs)), [*outs, *lses], Options())
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (5, 4, 6), (2, 5, 4, 6)])

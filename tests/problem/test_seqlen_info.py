@@ -198,7 +198,7 @@ def problem(kind: str = "packed", changes: Mapping[str, tuple[int, ...]] | None 
     op, shapes = VARLEN_OPS["forward"], LEGAL[kind] | (changes or {})
     dtypes = {name: INTEGERS if name in VARLEN_ARGS else "float16" for name in shapes}
     specs = [ArraySpec.contiguous(shapes[name], dtypes[name]) if name in shapes else None for name in op.names]
-    return Problem.of(op, specs, Options(**options))
+    return Problem.from_specs(op, specs, Options(**options))
 
 
 @pytest.mark.parametrize("kind", LEGAL)

@@ -15,7 +15,7 @@ from problems import MASKED, cases, parts, parts_of
 from cuflash import reference
 from cuflash.problem.options import ALGORITHMS
 from cuflash.testing.cases import CASES, Case
-from cuflash.testing.gradients import Given, check, upstream
+from cuflash.testing.gradients import BackwardArgs, check, upstream
 from cuflash.testing.layouts import LAYOUTS, one_head_for_all
 from cuflash.testing.oracle import ULPS, Array, assert_attention, assert_close, gradients64, naive_gradients
 
@@ -169,7 +169,7 @@ def test_backward_of_merged_halves(dtype: str, mask: dict[str, Any]) -> None:
     ]
     (dq0, dk0, dv0), (dq1, dk1, dv1) = halves
     found = dq0 + dq1, np.concatenate([dk0, dk1], axis=1), np.concatenate([dv0, dv1], axis=1)
-    check(case, Given(dout, q, k, v, *merged, dlse), found)
+    check(case, BackwardArgs(dout, q, k, v, *merged, dlse), found)
 
 
 @pytest.mark.parametrize("operand", "qkv")

@@ -67,7 +67,7 @@ def test_every_tiled_algorithm_takes_little_memory(algorithm: str) -> None:
 
 
 def test_causal_visits_half() -> None:
-    assert tiles_by_brute_force(Mask.of(40, 40, causal=True), 8, 8) == (15, 5)
+    assert tiles_by_brute_force(Mask.from_options(40, 40, causal=True), 8, 8) == (15, 5)
 
 
 def tiles_by_brute_force(mask: Mask, block_q: int, block_k: int) -> tuple[int, int]:

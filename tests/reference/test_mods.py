@@ -53,7 +53,7 @@ def make_mod_scores(call: Arrays, **changes: Any) -> ModScores:
     mod_spec = problem_mods.make_mod_spec(score, mask, kind, "sinks" in call, "dropout_p" in call)
     found = [each.array for each in problem_mods.captured((score, mask))] + [bias]
     named |= {each.name: x for each, x in zip(mod_spec.arrays, found, strict=False)}
-    return dataclasses.replace(ModScores.of(mod_spec, named, call.get("dropout_p", 0.0)), **changes)
+    return dataclasses.replace(ModScores.from_arrays(mod_spec, named, call.get("dropout_p", 0.0)), **changes)
 
 
 def test_keys_that_nobody_sees_keep_what_they_hold() -> None:
@@ -262,7 +262,7 @@ def of_lengths(place: str) -> tuple[Problem, Arrays, list[tuple[slice, slice]]]:
         table[0, 2] = -1
     op = VARLEN_OPS["forward"]
     specs = [NUMPY.spec(x.name, named[x.name]) if x.name in named else None for x in op.inputs]
-    of = Problem.of(op, specs, Options(causal=True))
+    of = Problem.from_specs(op, specs, Options(causal=True))
     rows = [(slice(queries[b], queries[b + 1]), slice(keys[b], keys[b + 1])) for b in range(3)]
     views = {name: x[None] if x.ndim == 3 and name in "qkv" else x for name, x in named.items()}
     return of, {"k_rows": k, "v_rows": v, **views}, rows
@@ -299,7 +299,9 @@ def test_gradients_of_packed_sequences_add_up() -> None:
     specs = [None if x.name not in named else NUMPY.spec(x.name, named[x.name] if x.name.startswith("cu_")
              else named[x.name][0]) for x in op.inputs]  # fmt: skip
     sums, total = (ModGradients(mod_scores, np.dtype(np.float64)) for _ in range(2))
-    found = of_sequences(Problem.of(op, specs, Options(causal=True)), named, mod_scores=mod_scores, mod_gradients=sums)
+    found = of_sequences(
+        Problem.from_specs(op, specs, Options(causal=True)), named, mod_scores=mod_scores, mod_gradients=sums
+    )
     for b, (queries, keys) in enumerate(rows):
         m, n = queries.stop - queries.start, keys.stop - keys.start
         alone = problem(DIM, DIM, "backward", dims=(1, m, n, HEADS, HEADS_KV), dtype="float64", causal=True)

@@ -22,7 +22,7 @@ from cuflash.problem.problem import Problem
 from cuflash.reference import sequences
 from cuflash.reference.sequences import One, each, run
 from cuflash.testing import oracle
-from cuflash.testing.sequences import FAR, Made, Sequences, assembled, check, made
+from cuflash.testing.sequences import FAR, Sequences, VarlenArrays, assembled, check, varlen_arrays
 
 pytestmark = pytest.mark.filterwarnings("error")
 PAGED = Sequences("paged", (3, 1, 0, 9), (40, 17, 5, 33), "packed", "paged", used_k=True, page_size=3)
@@ -38,13 +38,13 @@ HOLES = {
 }
 
 
-def problem_of(given: Made, **options: Any) -> Problem:
+def problem_of(given: VarlenArrays, **options: Any) -> Problem:
     arguments = given.arguments()
     specs = []
     for operand in VARLEN_OPS["forward"].inputs:
         x = arguments.get(operand.name)
         specs.append(None if x is None else ArraySpec.contiguous(x.shape, x.dtype.name))
-    return Problem.of(VARLEN_OPS["forward"], specs, Options(**given.of.options(), **options))
+    return Problem.from_specs(VARLEN_OPS["forward"], specs, Options(**given.sequences.options(), **options))
 
 
 @pytest.mark.parametrize("name", HOLES)
@@ -56,7 +56,7 @@ def test_keys_that_are_there_are_ranges_between_those_that_are_not(name: str) ->
 
 @pytest.mark.parametrize("case", [PAGED, USED, replace(PAGED, place_k="cache"), replace(PAGED, place_k="packed")])
 def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
-    given = made(case)
+    given = varlen_arrays(case)
     found = dict(each(problem_of(given), given.varlen_kwargs))
     assert sorted(found) == [b for b, count in enumerate(case.queries) if count]
     for b, one in found.items():
@@ -67,14 +67,14 @@ def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case
 
 
 def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out() -> None:
-    given = made(PAGED)
+    given = varlen_arrays(PAGED)
     table = given.varlen_kwargs["page_table"].copy()
     table[0, 1], table[1, 0] = len(given.k), -FAR - 1
     varlen_kwargs = given.varlen_kwargs | {"page_table": table}
     found = dict(each(problem_of(given), varlen_kwargs))
     assert np.flatnonzero(found[0].keys[0] < 0).tolist() == [3, 4, 5]
     assert np.flatnonzero(found[1].keys[0] < 0).tolist() == [0, 1, 2]
-    packed = made(replace(USED, queries=(3, 1, 5)))
+    packed = varlen_arrays(replace(USED, queries=(3, 1, 5)))
     wild = packed.varlen_kwargs | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
     used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
     # why first: where bounds decrease, rows that are computed are not cleared afterwards
@@ -90,13 +90,13 @@ def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out
 def test_keys_with_holes_are_those_of_a_dense_problem_whose_other_keys_are_hidden(
     mask: dict[str, Any], dtype: str, algorithm: str
 ) -> None:
-    given = made(replace(PAGED, dtype=dtype, **mask)).without_pages(1)
+    given = varlen_arrays(replace(PAGED, dtype=dtype, **mask)).without_pages(1)
     check(given, *cuflash.forward(**given.arguments(), algorithm=algorithm, return_lse=True))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtype: str) -> None:
-    given = made(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
+    given = varlen_arrays(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
     assert max(len(one.runs()) for _, one in each(problem_of(given), given.varlen_kwargs)) > 5
     out, wide = (cuflash.forward(**given.arguments(), out_dtype=name) for name in (None, "float32"))
     np.testing.assert_array_equal(out, wide.astype(out.dtype))
@@ -106,9 +106,9 @@ def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtyp
 
 
 def test_rows_that_are_not_used_are_not_even_written() -> None:
-    given = made(USED)
+    given = varlen_arrays(USED)
     named = {name: getattr(given, name) for name in "qkv"} | given.varlen_kwargs
-    out = np.full((*given.q.shape[:3], given.of.dims[1]), 7.0, given.q.dtype)
+    out = np.full((*given.q.shape[:3], given.sequences.dims[1]), 7.0, given.q.dtype)
     results = run(problem_of(given), reference.forward, named, out)
     assert results[0] is out
     unused = given.unused("q")
@@ -121,7 +121,7 @@ def test_rows_that_are_not_used_are_not_even_written() -> None:
 
 
 def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
-    given = made(USED)
+    given = varlen_arrays(USED)
     seen = []
 
     def compute(problem: Problem, *arrays: Any) -> Any:
@@ -130,7 +130,7 @@ def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
         return reference.forward(problem, *arrays)
 
     run(problem_of(given), compute, {name: getattr(given, name) for name in "qkv"} | given.varlen_kwargs, None)
-    lengths = zip(given.of.queries, given.of.keys, strict=True)
+    lengths = zip(given.sequences.queries, given.sequences.keys, strict=True)
     assert sorted(seen) == sorted((1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n)
 
 

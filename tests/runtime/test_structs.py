@@ -110,7 +110,7 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
     table = ArraySpec((3, 7), (20, 1), "int32", "cpu", "numpy")
     options = Options(window_size=(5, 2), diagonal_offset=3, max_seqlen_q=40)
     given = [q, pages, pages, bounds, None, None, used, table]
-    of = Problem.of(VARLEN_OPS["forward"], given, options)
+    of = Problem.from_specs(VARLEN_OPS["forward"], given, options)
     struct = filled(plan(of, DEVICES["sm_80"]), 0, tuple(2**30 * (n + 1) for n in range(11))).problem
     assert {name: getattr(struct, name) for name in of.op.names[3:9]} == {
         name: 2**30 * (n + 4) for n, name in enumerate(of.op.names[3:9])
@@ -128,7 +128,7 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
 def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes() -> None:
     dense = ArraySpec.contiguous((2, 9, 3, 8), "float16")
     odd = ArraySpec((2, 9, 3, 8), (2 * 9 * 30, 30, 10, 1), "float16", "cpu", "numpy")
-    made = plan(Problem.of(FORWARD, [dense, odd, dense], Options()), DEVICES["sm_80"])
+    made = plan(Problem.from_specs(FORWARD, [dense, odd, dense], Options()), DEVICES["sm_80"])
     for last, aligned in ((0, (1, 0, 1, 1)), (8, (1, 0, 0, 1))):
         struct = filled(made, 0, (2**30, 2**31, 2**32 + last, 2**33, 0))
         assert tuple(x.aligned for x in (struct.q, struct.k, struct.v, struct.out)) == aligned

@@ -124,7 +124,9 @@ def as_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 def problem_of(*arrays: Array, **options: Any) -> Problem:
     """The problem of q, k and v in NumPy, which may have any strides."""
-    return Problem.of(FORWARD, [ArraySpec.contiguous(x.shape, x.dtype.name) for x in arrays], Options(**options))
+    return Problem.from_specs(
+        FORWARD, [ArraySpec.contiguous(x.shape, x.dtype.name) for x in arrays], Options(**options)
+    )
 
 
 def same(got: tuple[Array, ...], wanted: tuple[Array, ...]) -> None:

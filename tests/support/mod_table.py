@@ -12,8 +12,7 @@ import numpy as np
 
 from cuflash.runtime.call import LoadedPlan
 from cuflash.testing.cases import Case
-from cuflash.testing.layouts import host
-from cuflash.testing.sequences import Made
+from cuflash.testing.sequences import VarlenArrays
 
 SMALL = Case("own", 2, 300, 300, 4, 2, 64, 64, "float16")
 
@@ -22,7 +21,7 @@ def of_lengths(lengths: tuple[int, int], case: Case = SMALL, **more: Any) -> Cas
     return replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1], **more)
 
 
-def dense_of(made: Made, number: int, x: str, rows: Any) -> Any:
+def dense_of(made: VarlenArrays, number: int, x: str, rows: Any) -> Any:
     """The rows of one sequence, as a batch of one."""
     return np.ascontiguousarray(getattr(made, x)[rows[number]])[None]
 
@@ -43,8 +42,3 @@ def launched() -> Iterator[list[Any]]:
 def names_of(plans: Sequence[Any]) -> list[str]:
     """The kernels of plans."""
     return [each.variant.name for plan in plans for each in plan.launches]
-
-
-def kept(x: Any) -> Any:
-    """A copy in host memory."""
-    return np.array(host(x))

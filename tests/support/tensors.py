@@ -13,7 +13,7 @@ from cuflash.frameworks.torch import attention
 from cuflash.testing import gradients as of_gradients
 from cuflash.testing import oracle
 from cuflash.testing.cases import numpy_dtype
-from cuflash.testing.sequences import Made, check, check_gradients, upstream
+from cuflash.testing.sequences import VarlenArrays, check, check_gradients, upstream
 
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -25,7 +25,7 @@ MASKS: dict[str, dict[str, Any]] = {
 Tensors = tuple[Any, ...]
 
 
-def made(
+def random_qkv(
     device: str, dtype: Any = None, *, heads: tuple[int, int] = (4, 2), lengths: tuple[int, int] = (9, 12),
     dim: int = 16, grad: bool = True,
 ) -> Tensors:  # fmt: skip
@@ -69,7 +69,7 @@ def assert_results(tensors: Tensors, out: Any, lse: Any = None, **options: Any) 
 def assert_pulled(found: Any, tensors: Tensors, dout: Any, dlse: Any = None, **options: Any) -> None:
     """Holds the gradients of `(dout * out).sum() + (dlse * lse).sum()` against float64; None was not asked for."""
     q, k, v = (in_numpy(x) for x in tensors)
-    given = of_gradients.Given(in_numpy(dout), q, k, v, None, None, in_numpy(dlse))
+    given = of_gradients.BackwardArgs(in_numpy(dout), q, k, v, None, None, in_numpy(dlse))
     of_gradients.check(problem_of(q, k, v, **options), given, tuple(map(in_numpy, found)))
 
 
@@ -87,25 +87,25 @@ def assert_equal(found: Any, wanted: Any) -> None:
         np.testing.assert_array_equal(in_numpy(x), in_numpy(y))
 
 
-def arguments_of(given: Made, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
+def arguments_of(given: VarlenArrays, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
     """All arguments of `attention` for variable-length sequences; q, k and v may want gradients."""
     arguments = {name: torch_of(x, device) if isinstance(x, np.ndarray) else x for name, x in given.arguments().items()}
     return arguments | {name: arguments[name].requires_grad_(grad) for name in "qkv"}
 
 
-def assert_sequences(given: Made, out: Any, lse: Any) -> None:
+def assert_sequences(given: VarlenArrays, out: Any, lse: Any) -> None:
     """Holds out and lse of variable-length sequences against float64."""
     check(given, in_numpy(out), in_numpy(lse))
 
 
-def upstream_of(given: Made, out: Any, lse: Any) -> tuple[Any, Any]:
+def upstream_of(given: VarlenArrays, out: Any, lse: Any) -> tuple[Any, Any]:
     """Gradients of out and lse, which hold NaN in rows of no sequence."""
     pairs = zip(upstream(given), (out, lse), strict=True)
     dout, dlse = (torch_of(x.reshape(like.shape), like.device) for x, like in pairs)
     return dout, dlse
 
 
-def assert_pulled_sequences(given: Made, out: Any, lse: Any, inputs: Any) -> None:
+def assert_pulled_sequences(given: VarlenArrays, out: Any, lse: Any, inputs: Any) -> None:
     """Holds what autograd makes of gradients of out and lse against float64."""
     found = torch.autograd.grad((out, lse), inputs, upstream_of(given, out, lse))
     check_gradients(given, [in_numpy(x) for x in found])

@@ -81,7 +81,7 @@ def captured(array: Any) -> CapturedArray:
     return CapturedArray(array, array.dtype.name, array.shape, Type.INT64 if wide else TYPES[array.dtype.kind])
 
 
-def of(array: Any, number: int, *indices: Node | int) -> Node:
+def element(array: Any, number: int, *indices: Node | int) -> Node:
     """An element of a captured array."""
     nodes = [each if isinstance(each, Node) else constant(each) for each in indices]
     return load(number, captured(array).type, nodes)

@@ -92,13 +92,13 @@ def problem_of(
             given[5] = ArraySpec.contiguous((group, queries), "float32")
         given += [bounds if packed else None, bounds if packed and not paged else None, None]
         given += [one if used or paged else None, *([table] if paged else [])]
-    return Problem.of((VARLEN_OPS if packed or used or paged else OPS)[op], given, options)
+    return Problem.from_specs((VARLEN_OPS if packed or used or paged else OPS)[op], given, options)
 
 
 def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Problem:
     """So many states of one head."""
     out, lse = ArraySpec.contiguous((1, rows, 1, head_dim), dtype), ArraySpec.contiguous((1, 1, rows), "float32")
-    return Problem.of(merge_op(count), [out] * count + [lse] * count, Options())
+    return Problem.from_specs(merge_op(count), [out] * count + [lse] * count, Options())
 
 
 def append_of(
@@ -124,7 +124,7 @@ def append_of(
     if pairs:
         specs["rotary_cos"] = specs["rotary_sin"] = ArraySpec.contiguous((50, pairs), "float32" if wide else dtype)
     options = Options(**flags)
-    return Problem.of(APPEND_KV, [specs.get(operand.name) for operand in APPEND_KV.inputs], options)
+    return Problem.from_specs(APPEND_KV, [specs.get(operand.name) for operand in APPEND_KV.inputs], options)
 
 
 def is_hopper(device: Device) -> bool:

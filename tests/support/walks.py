@@ -33,7 +33,7 @@ class Work(NamedTuple):
     block: int
 
     @classmethod
-    def of(cls, at: HeadBlock, heads: int, parts: int = 1) -> Work:
+    def from_head_block(cls, at: HeadBlock, heads: int, parts: int = 1) -> Work:
         head, part = divmod(at[0], parts)
         return cls(*divmod(head, heads), part, at[1])
 
@@ -115,7 +115,7 @@ class Walk:
     def delta(self, index: int) -> Iterator[Rows | Touch]:
         of, fields, parts = self.problem, self.fields, self.made.workspace
         rows_of_head, step, count = fields["stats_rows"], fields["stats_step"], self.launch.variant.num_threads // 8
-        work = Work.of(head_by_head(index, rows_of_head // count), of.heads_q)
+        work = Work.from_head_block(head_by_head(index, rows_of_head // count), of.heads_q)
         head, row = self.query_head(work.batch, work.head), work.block * count
         begin = 2 * rows_of_head * head + step * row
         for first in (begin, begin + fields["stats_delta"]):
@@ -162,7 +162,7 @@ class Walk:
         if "heads_in_l2" in fields:
             heads = fields["num_tiles"] // num_blocks if "num_tiles" in fields else of.batch * of.heads_q
             at = lpt_order(index, num_blocks, heads, fields["heads_in_l2"])
-        work = Work.of(at, of.heads_q, fields.get("num_slices", 1))
+        work = Work.from_head_block(at, of.heads_q, fields.get("num_slices", 1))
         block = num_blocks - 1 - work.block
         rows = self.rows_of(block, self.tile.block_q, of.seqlen_q)
         results = {"forward": f"out{work.part}", "lse": "lse", "backward_dq": "dq"}[self.launch.variant.op].split()
@@ -206,7 +206,7 @@ class Walk:
         heads = of.batch * of.heads_kv * splits
         slot, part = divmod(index, sharers := 2 if getattr(tile, "shares_heads", False) else 1)
         at = lpt_order(slot, fields["num_k_blocks"], heads, fields["heads_in_l2"])
-        work = Work.of(at, of.heads_kv, splits)
+        work = Work.from_head_block(at, of.heads_kv, splits)
         keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
         of_split = -(-self.group // splits)
         first, end = (work.part * of_split, min((work.part + 1) * of_split, self.group))
@@ -261,7 +261,7 @@ class Walk:
         num_blocks, by_rows = fields["num_q_blocks"], tile.block_q == 128  # or by whole panels of columns
         dq_floats = tile.block_q * (tile.head_dim if by_rows else -(-tile.head_dim // 64) * 64)
         for number, (begin, end) in self.key_blocks(index):
-            work = Work.of(head_by_head(number, fields["num_k_blocks"]), of.heads_kv)
+            work = Work.from_head_block(head_by_head(number, fields["num_k_blocks"]), of.heads_kv)
             keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
             tiles = covering(of.mask.row_range(keys.start, keys.stop), tile.block_q)
             steps = [(work.head * self.group + i, m) for i in range(self.group) for m in tiles]

@@ -41,7 +41,7 @@ def first_of(kind: type, asked: Any = lambda trial: True) -> int:
 def asks_for_much(trial: Any) -> bool:
     if isinstance(trial, Append):
         return trial.arguments["new"] == 5 and trial.arguments["place"] == "rows"
-    of = trial.of if isinstance(trial, Several) else trial.case
+    of = trial.sequences if isinstance(trial, Several) else trial.case
     lengths = (*of.queries, *of.keys) if isinstance(trial, Several) else (of.seqlen_q, of.seqlen_k)
     return min(lengths, default=0) > 32 and of.window_size == (-1, -1) and of.diagonal_offset is None
 
@@ -83,7 +83,7 @@ def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
     assert {name for trial in dense for name in trial.layouts} == set(layouts.LAYOUTS)
     assert {trial.forward["algorithm"] for trial in dense} == {"flash1", "flash2", "flashd", "standard"}
     assert {trial.case.dtype for trial in dense} == {"float16", "bfloat16", "float32"}
-    places = {trial.of.place_k for trial in trials if isinstance(trial, Several)}
+    places = {trial.sequences.place_k for trial in trials if isinstance(trial, Several)}
     assert places == {"packed", "rectangle", "cache", "paged"}
     names = {name for trial in trials if isinstance(trial, ModDense | ModVarlen) for name in trial.names}
     assert {"alibi", "causal_document", "sinks", "dropout", "bias bhqk"} <= names
@@ -117,7 +117,7 @@ FEATURES: dict[str, tuple[tuple[type, ...], Any]] = {
 
 
 def dims_of(trial: Any) -> tuple[int, int]:
-    return trial.of.dims if isinstance(trial, Several) else (trial.case.head_dim, trial.case.head_dim_v)
+    return trial.sequences.dims if isinstance(trial, Several) else (trial.case.head_dim, trial.case.head_dim_v)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -143,7 +143,7 @@ def test_what_is_no_file_of_errors_is_told(tmp_path: Path, capsys: pytest.Captur
 def test_more_is_allowed_only_where_the_largest_weight_is_not_exact(
     op: str, dtype: str, size: float, peer: str, allowed: float
 ) -> None:
-    setting = Setting.of(64, 1, 64, dtype, True, size)
+    setting = Setting.from_facts(64, 1, 64, dtype, True, size)
     for factor, is_bad in ((0.99, False), (1.01, True)):
         errors = ("ours", factor * allowed), (peer, 1.0)
         rows = [Errors(op, setting, name, name == "ours", {"out": error}) for name, error in errors]

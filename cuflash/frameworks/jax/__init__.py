@@ -349,7 +349,9 @@ def _validated(
 ) -> Static:
     """`options` is `Options.key()`, which begins with the options and keeps 1 and True apart."""
     op = op or op_of(FORWARD, names)
-    return Static.of(Problem.of(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names)
+    return Static.from_problem(
+        Problem.from_specs(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names
+    )
 
 
 def _varying_alike(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:

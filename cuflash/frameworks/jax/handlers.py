@@ -74,7 +74,7 @@ class Static(NamedTuple):
     grads: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, problem: Problem, names: tuple[str, ...]) -> Static:
+    def from_problem(cls, problem: Problem, names: tuple[str, ...]) -> Static:
         """The options of a problem whose operands are these."""
         options, varlen, mask = problem.options, problem.seqlen_info, problem.mask
         lo, hi, of_each = (mask.lo, mask.hi, False) if varlen is None else varlen.bounds
@@ -93,7 +93,7 @@ class Static(NamedTuple):
             num_splits=options.num_splits,
             split_size=options.split_size,
             dropout_p=options.dropout_p,
-            functions=None if problem.op.mod_spec is None else Functions.of(problem.op.mod_spec),
+            functions=None if problem.op.mod_spec is None else Functions.interned(problem.op.mod_spec),
         )
 
     @property
@@ -164,7 +164,9 @@ class Described(NamedTuple):
     def problem(self, target: str, device: str) -> Problem:
         """The problem of the call."""
         op = self.static.op(target)
-        return Problem.of(op, specs_of(op, self.static.names, self.shapes, self.dtypes, device), self.static.options())
+        return Problem.from_specs(
+            op, specs_of(op, self.static.names, self.shapes, self.dtypes, device), self.static.options()
+        )
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ class Functions:
         self.mod_spec = mod_spec
 
     @classmethod
-    def of(cls, mod_spec: ModSpec) -> Functions:
+    def interned(cls, mod_spec: ModSpec) -> Functions:
         """The one of these functions."""
         functions = _known.get(mod_spec.digest)
         if functions is None:
@@ -69,7 +69,9 @@ class Functions:
             decoded.append(node(op, Type(type), [decoded[place] for place in arguments], value, limits))
         score, mask = (None if place is None else decoded[place] for place in ends)
         kinds = tuple(Kind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
-        return cls.of(ModSpec(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes)))
+        return cls.interned(
+            ModSpec(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
+        )
 
 
 # why weak: they live as long as the programs that have them.
@@ -123,7 +125,7 @@ def folded(
     folded_spec = ModSpec(
         score, mask, kinds, mod_spec.has_sinks, mod_spec.drops, mod_spec.has_block_mask, digest, mod_spec.mask_tile_axes
     )
-    return tuple(new.get(name, name) for name in names), Functions.of(folded_spec)
+    return tuple(new.get(name, name) for name in names), Functions.interned(folded_spec)
 
 
 def _with_place(root: Node, numbers: frozenset[int], place: Node) -> Node:

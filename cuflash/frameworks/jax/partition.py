@@ -58,7 +58,7 @@ def _partitioned(primitive: Any, static: Static) -> Any:
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, Any, Any]:
         axes, of_results = _axes(op, static.names, [x.shape for x in operands])
-        parts = _Parts.of(operands[0].sharding, axes[0])
+        parts = _Parts.from_sharding(operands[0].sharding, axes[0])
         lengths = dict(zip(axes[1], operands[1].shape, strict=True))  # of k, whose heads are those that are split
         parts = parts.fitting(lengths.get(BATCH, 1), lengths.get(HEADS, 1))
         return mesh, call, tuple(map(parts.sharding, of_results)), tuple(map(parts.sharding, axes))
@@ -76,7 +76,7 @@ class _Parts(NamedTuple):
     numbers: np.ndarray[Any, Any]
 
     @classmethod
-    def of(cls, sharding: Any, axes: Sequence[str]) -> _Parts:
+    def from_sharding(cls, sharding: Any, axes: Sequence[str]) -> _Parts:
         """Those of an array with these axes."""
         devices = tuple(sharding._device_assignment)
         tiled = sharding._hlo_sharding

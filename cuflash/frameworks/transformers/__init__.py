@@ -333,8 +333,10 @@ def cuflash_mask(
     mask_mod = mask_mod_of(mask_function, padding, None if ends else offset, kv_offset, device)
     if places is None and is_static and isinstance(kwargs.get("q_offset"), torch.Tensor):
         used = int(offset) + seqlen_q - kv_offset
-        places = places_of_static(Pattern.of(mask_function), attention_mask, kv_offset, used, shape, device)
-    return SequenceMask.of(places, shape, device, make, mask_mod)
+        places = places_of_static(
+            Pattern.from_mask_function(mask_function), attention_mask, kv_offset, used, shape, device
+        )
+    return SequenceMask.create(places, shape, device, make, mask_mod)
 
 
 def _device(attention_mask: torch.Tensor | None, offset: Any, device: Any) -> torch.device:

@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
     packed: Tensor | None = None  # (batch, seqlen), to which sequence each token belongs
 
     @classmethod
-    def of(cls, mask_function: Callable[..., Any]) -> Pattern | None:
+    def from_mask_function(cls, mask_function: Callable[..., Any]) -> Pattern | None:
         """None if the function hides anything else."""
         whole = cls._read(mask_function)
         return whole if whole is None or whole.causal or whole.window is None else None
@@ -106,7 +106,7 @@ def places_of_function(
     mask_function: Any, padding: Tensor | None, seqlen_q: int, kv_offset: int, seqlen_k: int, ends: bool
 ) -> Places | None:
     """Where sequences lie if a mask says just that; None if it says less, or anything else."""
-    pattern = None if mask_function is None else Pattern.of(mask_function)
+    pattern = None if mask_function is None else Pattern.from_mask_function(mask_function)
     if pattern is None or (pattern.causal and not ends):
         return None
     if pattern.packed is not None:
@@ -202,7 +202,7 @@ class SequenceMask(Tensor):
     _mask_mod: Callable[..., Any]
 
     @staticmethod
-    def of(
+    def create(
         places: Places | None,
         shape: tuple[int, ...],
         device: Any,

@@ -48,7 +48,7 @@ class Seconds(NamedTuple):
     spread: float
 
     @classmethod
-    def of(cls, readings: list[float]) -> Seconds:
+    def from_readings(cls, readings: list[float]) -> Seconds:
         """That of these readings."""
         low, middle, high = quantiles(readings, n=4, method="inclusive")
         return cls(middle, (high - low) / middle)
@@ -152,7 +152,7 @@ def _in_turns(
     turns = [{name: [spans[name]() for _ in range(repeats[name])] for name in order} for order in orders]
     watch()
     readings = {name: [read() for turn in turns for read in turn[name][repeats[name] // 2 :]] for name in spans}
-    return {name: Seconds.of([x / calls[name] for x in of_one]) for name, of_one in readings.items()}
+    return {name: Seconds.from_readings([x / calls[name] for x in of_one]) for name, of_one in readings.items()}
 
 
 def _span(arrays: NumpyArrays, run: Run, repeats: int) -> Callable[[], float]:
