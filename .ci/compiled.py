@@ -4,7 +4,8 @@
     .ci/compiled.py          prints "sample" if every variant passed as it is now, else "all"
     .ci/compiled.py write    records that it did; `.ci/run full` calls this at its end, and nothing else does
 
-The record holds the digest of what is compiled, options and sources of every variant, and the compilers' versions.
+The record holds the compilers' versions and a digest of what is compiled: options of every variant, and sources. A
+comment is no part of it, as no kernel depends on one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ ARCHS = ("sm_80", "sm_90")
 PINS = re.compile(r"nvidia-cuda-nvrtc==([\d.]+)")  # of .ci/run: the other NVRTC, which compiles every Hopper kernel
 
 
+def code(path: Path) -> str:
+    """Returns the lines of a CUDA source without comments and indentation."""
+    lines = (line.partition("//")[0].strip() for line in path.read_text("utf-8").splitlines())
+    return "\n".join(line for line in lines if line)
+
+
 def state() -> dict[str, object]:
     """Returns what the record must equal: the digest of all variants, and the compilers."""
     kernels = [variant for arch in ARCHS for variant in variants(arch)]
@@ -34,7 +41,7 @@ def state() -> dict[str, object]:
     digest = hashlib.sha256("".join(texts).encode())
     sources = [path for path in compiler.source_root().rglob("*") if path.suffix in (".cu", ".cuh")]
     for path in sorted(sources):
-        digest.update(path.relative_to(compiler.source_root()).as_posix().encode() + b"\0" + path.read_bytes())
+        digest.update(path.relative_to(compiler.source_root()).as_posix().encode() + b"\0" + code(path).encode())
     newest = ".".join(map(str, compiler.nvrtc_version()))
     compilers = [newest, *PINS.findall((ROOT / ".ci" / "run").read_text("utf-8"))]
     return {"digest": digest.hexdigest(), "kernels": len(kernels), "compilers": compilers}

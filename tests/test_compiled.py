@@ -37,6 +37,15 @@ def test_another_record_does_not_count(compiled: Any, change: Any, capsys: pytes
     assert capsys.readouterr().out == "all\n"
 
 
+def test_comments_are_no_part_of_the_digest(compiled: Any, tmp_path: Path) -> None:
+    texts = "int x = 1;  // one\n\n  // two\nint y;\n", "int x = 1;\nint y;  // three\n", "int x = 2;\nint y;\n"
+    path, codes = tmp_path / "a.cu", []
+    for text in texts:
+        path.write_text(text, "utf-8")
+        codes.append(compiled.code(path))
+    assert codes[0] == codes[1] != codes[2]
+
+
 def test_an_unknown_command_writes_nothing(compiled: Any) -> None:
     assert compiled.main(["record"]) == 2
     assert not compiled.RECORD.exists()
