@@ -7,8 +7,8 @@ from typing import Any
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from .device import Device
-from .plan import Launch, Plan, blocks_of, compile_arch, make_plan
-from .variant import PORTABLE_THREADS, variant_of
+from .plan import Launch, Plan, blocks_of, make_plan, make_variant
+from .variant import PORTABLE_THREADS
 
 MAX_INT = 2**31 - 1
 
@@ -18,8 +18,7 @@ def append_plan(problem: Problem, device: Device) -> Plan:
 
     A thread has a piece of a row: 16 bytes of each half of some pairs that are rotated, or 16 bytes that are copied.
     """
-    arch = compile_arch("portable", device)
-    variant = variant_of("append_kv", "portable/append_kv.cu", arch, problem.dtype, problem.dtype)
+    variant = make_variant(problem, device, "append_kv", "portable/append_kv.cu", is_varlen=False)
     specs: dict[str, Any] = dict(zip(problem.op.names, problem.specs_4d, strict=True))
     num_pages, page_size = specs["k_cache"].shape[:2]
     table, cos, sin = specs["page_table"], specs["rotary_cos"], specs["rotary_sin"]

@@ -32,10 +32,10 @@ from .delta import block_words, changes_weights, delta_launch, stats_rows_of
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .mod_code import ModCode, make_mod_code
-from .plan import Launch, Plan, TmaBox, blocks_of, compile_arch, make_plan
+from .plan import Launch, Plan, TmaBox, blocks_of, make_plan, make_variant
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
-from .variant import PORTABLE_THREADS, Variant, variant_of
+from .variant import PORTABLE_THREADS, Variant
 
 KEY_SHARES_WORDS = 4  # numbers of how the list of key blocks is shared out: common/visible_rows.cuh
 SORTED_WAVES = 2  # the last waves of that list, in which the longest key blocks come first
@@ -136,10 +136,8 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     deterministic = problem.options.deterministic
     dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, device
     is_sparse = is_block_sparse(problem)
-    of_keys, of_queries = (
-        make_mod_code(problem, keys_as_rows=True, is_sparse=is_sparse),
-        make_mod_code(problem, is_sparse=is_sparse),
-    )
+    of_keys = make_mod_code(problem, keys_as_rows=True, is_sparse=is_sparse)
+    of_queries = make_mod_code(problem, is_sparse=is_sparse)
     tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.BACKWARD[problem.dtype], of_keys is not None), *dims)
     dq_tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.DQ[problem.dtype], of_keys is not None), *dims)
     if tile is None or dq_tile is None:
@@ -152,8 +150,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     varlen = problem.seqlen_info
 
     def variant(op: str, source: str, tile: Tile | BackwardTile | None = None, code: ModCode | None = None) -> Variant:
-        arch, lengths = compile_arch("sm80", device), varlen is not None
-        return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, is_varlen=lengths, mod_code=code)
+        return make_variant(problem, device, op, source, tile=tile, mod_code=code)
 
     if varlen is None:
         heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
@@ -398,14 +395,9 @@ def _warpgroup_variant(
     is_sparse: bool = False,
 ) -> Variant:
     kernel = "backward" if isinstance(tile, WarpgroupBackwardTile) else "backward_rows"
-    source = f"sm90/backward/{kernel}.cu"
-    arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
-    lengths = problem.seqlen_info is not None
     keys_as_rows = op != "backward_dq"
     mod_code = make_mod_code(problem, keys_as_rows, is_sparse=is_sparse) if changes_weights(problem) else None
-    return variant_of(
-        op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, is_varlen=lengths, mod_code=mod_code
-    )
+    return make_variant(problem, device, op, f"sm90/backward/{kernel}.cu", tile=tile, mod_code=mod_code)
 
 
 def _rows_variant(problem: Problem, device: Device, tile: WarpgroupRowsTile, is_sparse: bool = False) -> Variant:

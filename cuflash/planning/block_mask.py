@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ..mods.graph.graph import LENGTHS
@@ -12,9 +11,9 @@ from ..problem.mod_arrays import MASK_TILE
 from ..problem.problem import Problem
 from .device import Device
 from .mod_code import make_mod_code
-from .plan import Launch, Plan, blocks_of, compile_arch, make_plan
+from .plan import NOTHING, Launch, Plan, blocks_of, make_plan, make_variant
 from .tile import rounded_up
-from .variant import PORTABLE_THREADS, variant_of
+from .variant import PORTABLE_THREADS
 
 # Cells that a call finds by itself: up to so many, and not for so few keys, of which kernels have a tile or two.
 MAX_MASK_TILES, FEW_KEYS = 2**24, 128
@@ -22,7 +21,6 @@ MAX_ORDERED = 2**12  # key blocks of a head: to order them takes time that grows
 LINE_FLOATS = 32  # of 128 bytes
 WARP = 32  # threads, which own a mask tile
 WAVES = 4  # of thread blocks that fill the GPU: mask tiles take unequal time
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 BLOCKS_PER_SM = 2048 // PORTABLE_THREADS
 
 
@@ -83,7 +81,7 @@ def mask_tiles_launch(problem: Problem, device: Device) -> tuple[Launch, int] | 
 
 
 def with_mask_tiles(
-    problem: Problem, device: Device, launches: list[Launch], workspace: Mapping[str, int] = _NOTHING
+    problem: Problem, device: Device, launches: list[Launch], workspace: Mapping[str, int] = NOTHING
 ) -> tuple[list[Launch], Mapping[str, int]]:
     """Launches and floats of the workspace, after those of the mask tiles that they use, if the call finds any."""
     if (launch_and_floats := mask_tiles_launch(problem, device)) is None:
@@ -150,8 +148,7 @@ def tile_counts_launch(
 
     first_counter: a zero for each order, among `semaphores`.
     """
-    arch = compile_arch("portable", device)
-    variant = variant_of("tile_counts", "portable/tile_counts.cu", arch, problem.dtype, problem.dtype)
+    variant = make_variant(problem, device, "tile_counts", "portable/tile_counts.cu")
     of_batch, of_head, of_row = mask_tile_strides(problem)
     warps, tiles = PORTABLE_THREADS // WARP, problem.batch * problem.heads_q * num_q_blocks
     count_blocks = blocks_of(tiles, warps)
@@ -181,14 +178,9 @@ def _launch(problem: Problem, device: Device, shape: tuple[int, ...], of_lengths
     _, heads, mask_tiles_q, mask_tiles_k = shape
     num_mask_tiles = math.prod(shape)
     # why float32, whatever q is: functions are then as exact as in NumPy, and kernels of all dtypes share the code.
-    variant = variant_of(
-        op="block_mask",
-        source="portable/block_mask.cu",
-        arch=compile_arch("portable", device),
-        dtype="float32",
-        out_dtype="float32",
-        is_varlen=of_lengths,
-        mod_code=make_mod_code(problem),
+    dtypes, code = dict.fromkeys(("dtype", "out_dtype"), "float32"), make_mod_code(problem)
+    variant = make_variant(
+        problem, device, "block_mask", "portable/block_mask.cu", **dtypes, is_varlen=of_lengths, mod_code=code
     )
     fields = {
         "num_mask_tiles": num_mask_tiles,

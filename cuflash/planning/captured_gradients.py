@@ -19,9 +19,9 @@ from . import tiles_sm80
 from .device import Device
 from .gradient_terms import Sums, Term, is_affine, sums_of, terms_of
 from .mod_code import gradient_code, make_mod_code
-from .plan import MAX_GRID, Launch, Part, Plan, blocks_of, compile_arch
+from .plan import MAX_GRID, Launch, Part, Plan, blocks_of, make_variant
 from .tiles_sm80 import DqTile
-from .variant import PORTABLE_THREADS, Variant, variant_of
+from .variant import PORTABLE_THREADS, Variant
 
 FLOAT_BYTES = 4
 MAX_PLACES = 2**31 - 1  # of a table, whose kernels count its places in 32 bits
@@ -76,9 +76,7 @@ class _CapturedGradients:
         return name
 
     def _variant(self, op: str, source: str, **more: Any) -> Variant:
-        arch, dtype = compile_arch("sm80", self.device), self.problem.dtype
-        more = {"is_varlen": self.problem.seqlen_info is not None} | more
-        return variant_of(op, source, arch, dtype, dtype, **more)
+        return make_variant(self.problem, self.device, op, source, **more)
 
     def add_sinks(self) -> None:
         """The gradient of the sinks."""

@@ -15,10 +15,10 @@ from . import tiles_sm80
 from .device import Device
 from .mod_code import make_mod_code
 from .pages import page_cut
-from .plan import MAX_GRID, Launch, Plan, TmaBox, blocks_of, compile_arch, make_plan
+from .plan import MAX_GRID, Launch, Plan, TmaBox, blocks_of, make_plan, make_variant
 from .tiles_sm80 import FLOAT_BYTES, Tile
 from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile
-from .variant import variant_of
+from .variant import Variant
 
 # Few queries of a sequence of several lengths, and few rows with all heads of a group: keys are then what takes time.
 FEW_QUERIES, FEW_ROWS = 16, 2 * GROUP_ROWS
@@ -66,7 +66,7 @@ def _decode_plan(
     problem: Problem, varlen: SeqlenInfo, device: Device, row: WarpgroupTile, is_narrow: bool, may_be_single: bool
 ) -> Plan | None:
     """One of them; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
-    options, splits, group = problem.options, _splits(problem), problem.heads_q // problem.heads_kv
+    splits, group = _splits(problem), problem.heads_q // problem.heads_kv
     is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
     rows = varlen._replace(rows_q=varlen.rows_q * group)  # of a kv head
     wide_blocks, num_blocks = (
@@ -101,24 +101,17 @@ def _decode_plan(
     workspace = {"partial_out": rows_of_splits * tile.head_dim_v, "partial_sums": 2 * rows_of_splits}
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     tma_boxes = {"k": box, "v": box, "q": box, "out": box}
-    capped, arch = options.softcap > 0.0, compile_arch("sm90", device)
     source = "sm90/decode/narrow.cu" if is_narrow else "sm90/decode/decode.cu"
-    variant = variant_of(
-        op="forward",
-        source=source,
-        arch=arch,
-        dtype=problem.dtype,
-        out_dtype=problem.out_dtype,
-        tile=tile,
-        softcap=capped,
-        is_varlen=True,
-        mod_code=make_mod_code(problem),
-    )
-    alone = splits == 1
-    launch = Launch(
-        variant, min(num_work, device.num_sms), fields, tma_boxes, num_work > device.num_sms, 0 if alone else num_blocks
-    )
-    return make_plan(problem, device, [launch], {} if alone else workspace, num_work=num_work)
+    variant = _variant(problem, device, source, tile)
+    launch = Launch(variant, min(num_work, device.num_sms), fields, tma_boxes, num_work > device.num_sms)
+    if splits == 1:
+        return make_plan(problem, device, [launch], num_work=num_work)
+    return make_plan(problem, device, [launch._replace(arrivals=num_blocks)], workspace, num_work=num_work)
+
+
+def _variant(problem: Problem, device: Device, source: str, tile: Tile | WarpgroupTile) -> Variant:
+    code = make_mod_code(problem)
+    return make_variant(problem, device, "forward", source, out_dtype=problem.out_dtype, tile=tile, mod_code=code)
 
 
 def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_rows: int) -> bool:
@@ -170,16 +163,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
         return None
     fields = {"heads_kv": problem.heads_kv, "head_parts": head_parts, "queries": queries, "splits": splits}
     problem = problem._replace(seqlen_info=varlen)
-    variant = variant_of(
-        op="forward",
-        source="sm80/decode.cu",
-        arch=compile_arch("sm80", device),
-        dtype=problem.dtype,
-        out_dtype=problem.out_dtype,
-        tile=tile,
-        is_varlen=True,
-        mod_code=make_mod_code(problem),
-    )
+    variant = _variant(problem, device, "sm80/decode.cu", tile)
     states = num_blocks * splits * tile.block_q if splits > 1 else 0
     workspace = {"partial_out": states * tile.head_dim_v, "partial_sums": 2 * states}
     launch = Launch(variant, num_blocks * splits, fields, arrivals=num_blocks if splits > 1 else 0)

@@ -6,9 +6,8 @@ from ..errors import UnsupportedError
 from ..problem.problem import Problem
 from ..problem.seqlen_info import PADDED_SLOT
 from .device import Device
-from .plan import Launch, blocks_of, compile_arch
+from .plan import Launch, blocks_of, make_variant
 from .tile import rounded_up
-from .variant import variant_of
 
 DELTA_ROWS = 32  # queries of a thread block
 # Heads of such a block at most, where it has to find its sequence first, and blocks of an SM that are left.
@@ -34,16 +33,10 @@ def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: 
 
     Kernels with rows, which are Hopper's, get blocks of variable-length sequences, too.
     """
-    arch, varlen = compile_arch("sm80", device), problem.seqlen_info
+    varlen = problem.seqlen_info
     tells = varlen is not None and stats_step == 1 and changes_weights(problem)
-    variant = variant_of(
-        op="delta",
-        source="portable/delta.cu",
-        arch=arch,
-        dtype=problem.dtype,
-        out_dtype=problem.out_dtype,
-        is_varlen=varlen is not None,
-        lists_seqlens=tells,
+    variant = make_variant(
+        problem, device, "delta", "portable/delta.cu", out_dtype=problem.out_dtype, lists_seqlens=tells
     )
     fields |= {"stats_rows": stats_rows, "stats_step": stats_step, "stats_delta": 1 if stats_step == 2 else stats_rows}
     blocks, each = problem.heads_q * (stats_rows // DELTA_ROWS), 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
@@ -16,9 +17,9 @@ from .device import Device
 from .hopper import HOPPER, reason_against
 from .mod_code import ModCode, make_mod_code
 from .pages import page_cut
-from .plan import Launch, Plan, TmaBox, blocks_of, compile_arch, heads_in_l2, make_plan
+from .plan import Launch, Plan, TmaBox, blocks_of, heads_in_l2, make_plan, make_variant
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
-from .variant import Variant, variant_of
+from .variant import Variant
 
 WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/forward/varlen_scheduler.cuh
 LONG_PAIRS = 1024  # keys of a sequence from which work tiles of wide heads come in pairs
@@ -88,17 +89,9 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         )
     if op == "lse":
         tile = replace(tile, head_dim_v=0, stages=2, max_slices=1, flash2_only=False)
-    variant = variant_of(
-        op=op,
-        source=f"sm80/{op}.cu",
-        arch=compile_arch("sm80", device),
-        dtype=problem.dtype,
-        out_dtype=problem.out_dtype,
-        algorithm=problem.options.algorithm if op == "forward" else "flash2",
-        tile=tile,
-        is_varlen=problem.seqlen_info is not None,
-        mod_code=make_mod_code(problem, is_sparse=is_block_sparse(problem)),
-    )
+    algorithm = problem.options.algorithm if op == "forward" else "flash2"
+    mod_code = make_mod_code(problem, is_sparse=is_block_sparse(problem))
+    variant = _variant(problem, device, "sm80", tile=tile, algorithm=algorithm, mod_code=mod_code)
     num_q_blocks, times = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
     if (varlen := problem.seqlen_info) is not None:
         num_q_blocks, times = varlen.num_slots("q", problem.batch, tile.block_q), 1
@@ -111,15 +104,22 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     return make_plan(problem, device, launches, workspace, fallback)
 
 
+def _variant(problem: Problem, device: Device, folder: str, **fields: Any) -> Variant:
+    op = problem.op.name
+    return make_variant(problem, device, op, f"{folder}/{op}.cu", out_dtype=problem.out_dtype, **fields)
+
+
+def _tma_boxes(problem: Problem, row: TmaBox, rows_k: TmaBox) -> dict[str, TmaBox]:
+    """The boxes of the operands; row: that of q, but for its rows at a time; rows_k: those of k and v."""
+    tma_boxes = {"q": row._replace(rows=GROUP_ROWS), "k": rows_k}
+    return tma_boxes if problem.op.name == "lse" else tma_boxes | {"v": rows_k, "out": row}
+
+
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
     """A thread block for each SM, which takes one query block after the other."""
-    op, capped = problem.op.name, problem.options.softcap > 0.0
     if problem.seqlen_info is not None:
         return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), mod_code)
-    source, arch = f"sm90/forward/{op}.cu", compile_arch("sm90", device)
-    variant = variant_of(
-        op, source, arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, mod_code=mod_code
-    )
+    variant = _variant(problem, device, "sm90/forward", tile=tile, mod_code=mod_code)
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
     num_tiles = num_q_blocks * heads
@@ -130,10 +130,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
         head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
         together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, heads)
     key_range = problem.mask.key_range(0, problem.seqlen_q)
-    box_k = TmaBox(tile.block_k, *key_range)
-    tma_boxes = {"q": TmaBox(GROUP_ROWS, 0, problem.seqlen_q), "k": box_k}
-    if op == "forward":
-        tma_boxes |= {"v": box_k, "out": TmaBox(OUT_ROWS, 0, problem.seqlen_q)}
+    tma_boxes = _tma_boxes(problem, TmaBox(OUT_ROWS, 0, problem.seqlen_q), TmaBox(tile.block_k, *key_range))
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_in_l2": together}
     counted = num_tiles > device.num_sms and not full
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, counted)
@@ -143,29 +140,16 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
 
 def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
     """The same for variable-length sequences, of which the device alone knows how many query blocks they have."""
-    op, lengths = problem.op.name, problem.seqlen_info
+    lengths = problem.seqlen_info
     assert lengths is not None
-    is_capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
-    variant = variant_of(
-        op,
-        f"sm90/forward/{op}.cu",
-        arch,
-        problem.dtype,
-        problem.out_dtype,
-        tile=tile,
-        softcap=is_capped,
-        is_varlen=True,
-        mod_code=mod_code,
-    )
+    variant = _variant(problem, device, "sm90/forward", tile=tile, mod_code=mod_code)
     num_q_blocks = min(lengths.num_slots("q", problem.batch, tile.block_q), lengths.batch_q * lengths.rows_q)
     num_tiles = num_q_blocks * problem.heads_q
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
     together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, problem.heads_q)
     cut = page_cut(problem, tile.block_k)
     box_k = TmaBox(cut["page_box"] or tile.block_k, 0, lengths.rows_k, varlen=True)
-    tma_boxes = {"q": TmaBox(GROUP_ROWS, 0, lengths.rows_q, varlen=True), "k": box_k}
-    if op == "forward":
-        tma_boxes |= {"v": box_k, "out": TmaBox(OUT_ROWS, 0, lengths.rows_q, varlen=True)}
+    tma_boxes = _tma_boxes(problem, TmaBox(OUT_ROWS, 0, lengths.rows_q, varlen=True), box_k)
     fields = {
         "heads_in_l2": together,
         # why not with mask tiles: the two heads may have other ones.

@@ -5,16 +5,15 @@ from __future__ import annotations
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from .device import Device
-from .plan import Launch, Plan, blocks_of, compile_arch, make_plan
-from .variant import PORTABLE_THREADS, variant_of
+from .plan import Launch, Plan, blocks_of, make_plan, make_variant
+from .variant import PORTABLE_THREADS
 
 MAX_STATES = 248  # their pointers are kernel parameters, and every architecture takes 4 KiB of these
 
 
 def merge_plan(problem: Problem, device: Device) -> Plan:
     """The plan of a merge: it has a thread for each 16 bytes of out."""
-    arch = compile_arch("portable", device)
-    variant = variant_of("merge", "portable/merge.cu", arch, problem.dtype, problem.dtype)
+    variant = make_variant(problem, device, "merge", "portable/merge.cu")
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     chunks = blocks_of(problem.head_dim_v * DTYPES[problem.dtype].itemsize, 16)
     fields = {

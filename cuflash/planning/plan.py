@@ -10,11 +10,11 @@ from .. import units
 from ..errors import UnsupportedError
 from ..problem.problem import Problem
 from .device import Device
-from .variant import Variant
+from .variant import Variant, variant_of
 
 MAX_GRID = 2**31 - 1
 _OF_MASK_TILES = "block_mask", "tile_counts"
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class TmaBox(NamedTuple):
@@ -47,11 +47,11 @@ class Launch(NamedTuple):
 
     variant: Variant
     num_blocks: int
-    fields: Mapping[str, int] = _NOTHING
-    tma_boxes: Mapping[str, TmaBox] = _NOTHING
+    fields: Mapping[str, int] = NOTHING
+    tma_boxes: Mapping[str, TmaBox] = NOTHING
     counted: bool = False
     arrivals: int = 0
-    aliases: Mapping[str, str] = _NOTHING
+    aliases: Mapping[str, str] = NOTHING
 
     @property
     def splits_text(self) -> str:
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     device: str
     launches: tuple[Launch, ...]  # in order; empty on the CPU and where CuPy computes
     workspace_bytes: int = 0
-    workspace: Mapping[str, Part] = _NOTHING
+    workspace: Mapping[str, Part] = NOTHING
     fallback: str | None = None  # why Hopper's own kernels are not taken on a GPU that has them
     host_kernel: str = ""  # what runs where nothing is launched
 
@@ -192,9 +192,17 @@ def _described(problem: Problem) -> str:
     return f"batch {problem.batch} x heads {problem.heads_q} x seqlens {problem.seqlen_q} and {problem.seqlen_k}"
 
 
-def compile_arch(family: str, device: Device) -> str:
-    """The `-arch` that a kernel of this family is compiled for."""
-    return device.arch + ("a" if family == "sm90" else "")
+def make_variant(problem: Problem, device: Device, op: str, source: str, **fields: Any) -> Variant:
+    """The kernel of a source for this problem: fields of `Variant` that are left out follow from the problem."""
+    is_hoppers = source.startswith("sm90/")
+    follow = {
+        "arch": device.arch + "a" * is_hoppers,
+        "dtype": problem.dtype,
+        "out_dtype": problem.dtype,
+        "is_varlen": problem.seqlen_info is not None,
+        "softcap": is_hoppers and problem.options.softcap > 0.0,
+    }
+    return variant_of(op, source, **follow | fields)
 
 
 def blocks_of(length: int, step: int) -> int:
