@@ -50,8 +50,6 @@ TESTED_ELSEWHERE = {
     "mods/tracing/stand_ins": "mods/test_capture.py",
     **dict.fromkeys((f"mods/tracing/{name}" for name in ("operand", "array_tracer")), "mods/test_tracers.py"),
     "mods/graph/operations": "mods/test_simplify.py",
-    "planning/pages": "planning/test_decoding.py",
-    "planning/gradient_terms": "planning/test_captured_gradients.py",
     "reference/append": "ops/test_append.py",
     **dict.fromkeys((f"problem/{name}" for name in ("array_spec", "dtypes", "operands")), "problem/test_problem.py"),
     "problem/checks": "problem/test_bad_input.py",

@@ -107,9 +107,8 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
     # Whether it passes over tiles that see nothing. why not of several lengths: kernels number the rows that are seen,
     # so that tiles are not made of whole mask tiles.
     ways = (True, False) if is_block_sparse(problem) and lengths is None else (False,)
-    for (
-        is_sparse
-    ) in ways:  # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
+    # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
+    for is_sparse in ways:
         for tile in tiles_sm90.choose_mod_backward(*dims, _queries_of_a_key(problem), capped, is_sparse):
             if lengths is None:
                 candidate = _warpgroup_plan(problem, device, tile, is_sparse)
@@ -117,7 +116,7 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
                 candidate = _listed_plan(problem, device, tile.for_varlen(), lengths)
             if not any(launch.variant in spilled for launch in candidate.launches):
                 return candidate
-    rows, skipping = [], []
+    rows = []
     for tiles in tiles_sm90.choose_mod_rows(*dims, capped):
         fitting = (
             (tile, is_sparse)
@@ -126,9 +125,9 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
         )
         if (fits := next(fitting, None)) is None:
             return None
-        rows.append(fits[0])
-        skipping.append(fits[1])
-    return _rows_plan(problem, device, tuple(rows), tuple(skipping))
+        rows.append(fits)
+    taken, skipping = zip(*rows, strict=True)
+    return _rows_plan(problem, device, taken, skipping)
 
 
 def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
@@ -326,9 +325,12 @@ def _sums(
 
 
 def _rows_plan(
-    problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], is_sparse: tuple[bool, ...] = (False,) * 3,
+    problem: Problem,
+    device: Device,
+    tiles: tuple[WarpgroupRowsTile, ...],
+    is_sparse: tuple[bool, ...] = (False,) * 3,
     shares: bool = False,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Kernels: delta, dq, dk and dv. All of them repeat bit by bit, also without `deterministic`.
 
     is_sparse: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of

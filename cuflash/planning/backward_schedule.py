@@ -9,10 +9,11 @@ from ..problem.dtypes import DTYPES
 from ..problem.mask import Mask
 from ..problem.problem import Problem
 from ..problem.seqlen_info import SeqlenInfo
-from . import tiles_sm90
 from .block_mask import is_block_sparse
 from .device import Device
 from .plan import MAX_GRID, blocks_of, heads_in_l2
+from .tile import FLOAT_BYTES
+from .tiles_sm90 import WarpgroupBackwardTile
 
 KEY_ROWS = 128  # keys of a key block on Hopper
 HEADS_IN_L2 = 16  # under a mask, the key blocks of this many heads start together, longest first. why: L34
@@ -93,7 +94,7 @@ def _head_bytes(problem: Problem, seqlen_q: int, seqlen_k: int, group: int = 0) 
     """Bytes that the key blocks of a kv head touch: k, v; q, dout, dq of so many query heads, or of its own."""
     group = group or problem.heads_q // problem.heads_kv
     row = DTYPES[problem.dtype].itemsize * (problem.head_dim + problem.head_dim_v)
-    acc = tiles_sm90.FLOAT_BYTES * problem.head_dim
+    acc = FLOAT_BYTES * problem.head_dim
     return seqlen_k * row + group * seqlen_q * (row + acc)
 
 
@@ -112,9 +113,7 @@ def _wave(device: Device) -> int:
     return 1 << round(math.log2(device.num_sms))
 
 
-def listed_together(
-    problem: Problem, device: Device, tile: tiles_sm90.WarpgroupBackwardTile, least_parts: int
-) -> tuple[int, int]:
+def listed_together(problem: Problem, device: Device, tile: WarpgroupBackwardTile, least_parts: int) -> tuple[int, int]:
     """How many kv heads start their key blocks together, and how many sequences take turns in the list of key blocks.
 
     least_parts: thread blocks that share each key block, if it is more than one.

@@ -1,35 +1,118 @@
 """Plans the launches of backward for gradients of bias, sinks, and arrays that score_mod loads from.
 
 For each place where scores load from an array, a kernel makes scores and their gradients once more, and sums what the
-place gets (`gradient_terms.Sums`). Several thread blocks may share a sum; each then has a table in the workspace,
+place gets (`Sums`). Several thread blocks may share a sum; each then has a table in the workspace,
 and one more kernel adds the tables. Only where there is no room for tables are sums made by atomics.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
+from ..mods.graph.affine import linear
+from ..mods.graph.derivative import differentiate
+from ..mods.graph.graph import Node
 from ..problem.array_spec import ArraySpec, packed_strides
 from ..problem.dtypes import DTYPES
+from ..problem.mod_spec import BIAS_AXES, ModSpec
 from ..problem.problem import Problem
 from ..problem.seqlen_info import PADDED_SLOT
 from . import tiles_sm80
 from .device import Device
-from .gradient_terms import Sums, Term, is_affine, sums_of, terms_of
 from .mod_code import gradient_code, make_mod_code
 from .plan import MAX_GRID, Launch, Part, Plan, blocks_of, make_variant
+from .tile import FLOAT_BYTES
 from .tiles_sm80 import DqTile
 from .variant import PORTABLE_THREADS, Variant
 
-FLOAT_BYTES = 4
+MAX_AXES = 8  # of an array whose gradient is wanted: the arrays of `ModGradientParams` in kernels_cu/common/params.cuh
 MAX_PLACES = 2**31 - 1  # of a table, whose kernels count its places in 32 bits
 MOST_TABLE_BYTES = 64 * 2**20  # of the tables that thread blocks share sums by
 MOST_WAVES = 4  # of thread blocks that share walks
 LANES, LANES_TABLES, LANES_ELEMENTS = 32, 8, 2**16  # of a sum of many tables for few elements
 NUMBER_KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # NumberKind in common/gradient_sums.cuh
 SINKS = "dsinks"
+
+
+class Term(NamedTuple):
+    """The gradient of scores by one load, and the load's indices: the name of one of BIAS_AXES, a constant, or None.
+
+    None stands for what is to be computed for each score.
+    """
+
+    load: Node
+    derivative: Node
+    axes: tuple[str | int | None, ...]
+
+
+@lru_cache(maxsize=64)
+def terms_of(mod_spec: ModSpec) -> dict[int, tuple[Term, ...]]:
+    """The terms of each array that has some, by its number in `mod_spec.arrays`."""
+    terms: dict[int, tuple[Term, ...]] = {}
+    for load, derivative in ({} if mod_spec.score is None else differentiate(mod_spec.score)).items():
+        is_flat = derivative.op == "constant" and derivative.value == 0
+        if load.op == "load" and not is_flat:
+            term = Term(load, derivative, tuple(map(_axis, load.arguments)))
+            terms[load.value] = (*terms.get(load.value, ()), term)
+    return terms
+
+
+def _axis(index: Node) -> str | int | None:
+    form = linear(index)
+    if not form.coefficients:
+        return form.constant
+    ((atom, factor), *more) = form.coefficients.items()
+    is_plain = form.constant == 0 and factor == 1 and not more and atom.op == "input"
+    return atom.value if is_plain and atom.value in BIAS_AXES else None
+
+
+def is_affine(index: Node) -> bool:
+    """Whether an index is a sum of multiples of b, h, q_idx, k_idx and the lengths."""
+    return all(atom.op == "input" for atom in linear(index).coefficients)
+
+
+class Sums(NamedTuple):
+    """How a term is summed.
+
+    separate_axes: the axes of BIAS_AXES that index the array, so that each index has a sum. gathered_axes: the
+    axes of the array whose index is computed for each score; sums are then separate by sequence and head at most.
+    firsts, counts: the indices of each axis that have sums. names: the axis of BIAS_AXES that an axis follows, or None.
+    """
+
+    separate_axes: tuple[str, ...]
+    gathered_axes: tuple[int, ...]
+    firsts: tuple[int, ...]
+    counts: tuple[int, ...]
+    names: tuple[str | None, ...]
+
+
+def sums_of(term: Term, shape: tuple[int, ...], lengths: Mapping[str, int]) -> Sums:
+    """How a term is summed for an array of this shape, where BIAS_AXES have these lengths."""
+    if len(shape) > MAX_AXES:
+        raise UnsupportedError(f"the gradient of an array of {len(shape)} axes; up to {MAX_AXES} are supported")
+    names: list[str | None] = []
+    for axis, extent in zip(term.axes, shape, strict=True):
+        # why not of a shorter axis: its last element is then that of several indices.
+        is_separate = isinstance(axis, str) and extent >= lengths[axis] and axis not in names
+        names.append(axis if isinstance(axis, str) and is_separate else None)
+    varying = [number for number, axis in enumerate(term.axes) if not isinstance(axis, int)]
+    if any(names[number] is None for number in varying):
+        names = [name if name in ("b", "h") else None for name in names]
+    gathered_axes = tuple(number for number in varying if names[number] is None)
+    firsts, counts = [], []
+    for axis, name, extent in zip(term.axes, names, shape, strict=True):
+        firsts.append(_clamped(axis, extent) if isinstance(axis, int) else 0)
+        counts.append(1 if isinstance(axis, int) else extent if name is None else lengths[name])
+    separate_axes = tuple(name for name in BIAS_AXES if name in names)
+    return Sums(separate_axes, gathered_axes, tuple(firsts), tuple(counts), tuple(names))
+
+
+def _clamped(index: int, extent: int) -> int:
+    return min(max(index + extent if index < 0 else index, 0), extent - 1)
 
 
 def with_captured_gradients(plan: Plan, problem: Problem, device: Device) -> Plan:
@@ -75,13 +158,12 @@ class _CapturedGradients:
         self.end += FLOAT_BYTES * floats
         return name
 
-    def _variant(self, op: str, source: str, **more: Any) -> Variant:
-        return make_variant(self.problem, self.device, op, source, **more)
+    def _variant(self, op: str, source: str, **fields: Any) -> Variant:
+        return make_variant(self.problem, self.device, op, source, **fields)
 
     def add_sinks(self) -> None:
         """The gradient of the sinks."""
-        problem, result = self.problem, _spec(self.problem, SINKS)
-        varlen, heads = problem.seqlen_info, problem.heads_q
+        problem, varlen, heads = self.problem, self.problem.seqlen_info, self.problem.heads_q
         if varlen is None:
             num_slots = problem.batch * blocks_of(problem.seqlen_q, PADDED_SLOT)
         else:
@@ -96,7 +178,7 @@ class _CapturedGradients:
             fields = self.stats | {"num_slots": num_slots, "slots_each": slots_each}
             self.launches.append(Launch(variant, parts * heads, fields, aliases={"tables": tables}))
         sums = Sums(("h",), (), (0,), (heads,), ("h",))
-        self._add_tables(SINKS, result, sums, (1,), tables, parts, heads)
+        self._add_tables(SINKS, sums, (1,), tables, parts, heads)
 
     def add_array(self, name: str) -> None:
         """The gradient of an array that scores may load from."""
@@ -107,9 +189,8 @@ class _CapturedGradients:
         terms = terms_of(mod_spec).get(number, ()) if self.has_queries and problem.seqlen_k > 0 else ()
         if 0 in result.shape:
             return
-        lengths = {"b": problem.batch, "h": problem.heads_q, "q_idx": problem.seqlen_q, "k_idx": problem.seqlen_k}
         if not terms:
-            self._add_tables(name, result, Sums((), (), (), (), ()), (), None, 0, 0)
+            self._add_tables(name, Sums((), (), (), (), ()), (), None, 0, 0)
             return
         dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, self.device
         tile = tiles_sm80.choose(tiles_sm80.MODS[problem.dtype], *dims)
@@ -118,26 +199,15 @@ class _CapturedGradients:
                 f"gradients of captured arrays at head dims ({problem.head_dim}, {problem.head_dim_v}) in "
                 f"{problem.dtype} on {self.device.name}; 1 to 256 are supported"
             )
-        all_sums = [sums_of(term, result.shape, lengths) for term in terms]
         total = self._part(f"{name}_total", math.prod(result.shape)) if len(terms) > 1 else None
-        for position, (term, sums) in enumerate(zip(terms, all_sums, strict=True)):
-            self._add_term(f"{name}_{position}", result, name, term, sums, lengths, tile, total, position, len(terms))
+        for position, term in enumerate(terms):
+            self._add_term(name, term, tile, total, position, len(terms))
 
-    def _add_term(
-        self,
-        called: str,
-        result: ArraySpec,
-        name: str,
-        term: Term,
-        sums: Sums,
-        lengths: dict[str, int],
-        tile: DqTile,
-        total: str | None,
-        position: int,
-        count: int,
-    ) -> None:
+    def _add_term(self, name: str, term: Term, tile: DqTile, total: str | None, position: int, count: int) -> None:
         """Adds term `position` of `count`; total: the part of the workspace in which terms are added."""
-        problem = self.problem
+        problem, result = self.problem, _spec(self.problem, name)
+        lengths = {"b": problem.batch, "h": problem.heads_q, "q_idx": problem.seqlen_q, "k_idx": problem.seqlen_k}
+        sums = sums_of(term, result.shape, lengths)
         extents = [result.shape[axis] for axis in sums.gathered_axes]
         places = math.prod(extents)
         if places > MAX_PLACES:
@@ -176,11 +246,12 @@ class _CapturedGradients:
                 f"over {MOST_TABLE_BYTES}; pass deterministic=False, or a smaller array"
             )
         if atomic:
-            parts, tables_each = _parts(blocks, num_steps, resident, num_steps, is_even), 1
+            parts = _parts(blocks, num_steps, resident, num_steps, is_even)
+        num_tables = 1 if atomic else parts * tables_each
         by_axis = zip(strides, result.strides, result.shape, strict=True)
         is_whole = sums.counts == result.shape and all(index == step or extent == 1 for index, step, extent in by_axis)
         is_direct = not extents and parts == count == 1 and is_whole
-        tables = None if is_direct else self._part(f"{called}_tables", size * (1 if atomic else parts * tables_each))
+        tables = None if is_direct else self._part(f"{name}_{position}_tables", size * num_tables)
         if atomic:
             assert tables is not None
             self._zero(tables, size)
@@ -207,13 +278,11 @@ class _CapturedGradients:
         aliases = {"result": name} if tables is None else {"tables": tables}
         self.launches.append(Launch(variant, blocks * parts, fields, aliases=aliases))
         if tables is not None:
-            num_tables = 1 if atomic else parts * tables_each
-            self._add_tables(name, result, sums, strides, tables, num_tables, size, total, position, count)
+            self._add_tables(name, sums, strides, tables, num_tables, size, total, position, count)
 
     def _add_tables(
         self,
         name: str,
-        result: ArraySpec,
         sums: Sums,
         strides: tuple[int, ...],
         tables: str | None,
@@ -224,6 +293,7 @@ class _CapturedGradients:
         count: int = 1,
     ) -> None:
         """The launch that adds tables of a term; without tables the result is zero."""
+        result = _spec(self.problem, name)
         elements = math.prod(result.shape)
         if not elements:
             return

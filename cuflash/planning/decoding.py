@@ -14,9 +14,9 @@ from ..problem.seqlen_info import PADDED_SLOT, SeqlenInfo
 from . import tiles_sm80
 from .device import Device
 from .mod_code import make_mod_code
-from .pages import page_cut
 from .plan import MAX_GRID, Launch, Plan, TmaBox, blocks_of, make_plan, make_variant
-from .tiles_sm80 import FLOAT_BYTES, Tile
+from .tile import FLOAT_BYTES
+from .tiles_sm80 import Tile
 from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile
 from .variant import Variant
 
@@ -35,6 +35,7 @@ GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
 START, READ_AGAIN, MERGED_BYTES = 4.0, 0.45, 1.5
 # In sm90/decode/scheduler.cuh kCost of blocks of 64 rows and of 16, and kLeast.
 SPLIT_COST, SPLIT_COST_OF_A_WARP, SPLIT_TILES = 1.4, 2.0, 2
+PAGE_STEP = 8  # keys: the rows of shared memory that are swizzled together
 GAIN_OF_A_WARP = 1.1  # how many times as fast blocks of 16 rows must look, where there are more rows
 
 
@@ -216,3 +217,19 @@ def _is_faster(num_blocks: float, whole: int, tiles: int, splits: int, num_sms: 
         splits = min(splits, tiles)
         steps = math.ceil(num_blocks * splits / num_sms) * blocks_of(tiles, splits) + MERGE * (splits > 1)
     return GAIN * steps < blocks_of(whole, num_sms) * tiles
+
+
+def page_cut(problem: Problem, block_k: int) -> dict[str, int]:
+    """Of a page of d keys, key // d == key * magic >> shift for keys below 2^31.
+
+    A copy brings whole swizzled groups of rows; of pages that do not consist of them, threads copy each key by itself.
+    """
+    if not problem.has("page_table"):
+        return {"page_box": 0, "page_magic": 0, "page_shift": 0}
+    assert problem.seqlen_info is not None
+    size = problem.seqlen_info.rows_k
+    shift = 31 + (size - 1).bit_length()
+    magic = -(-(1 << shift) // size)
+    box = math.gcd(size, block_k)
+    box = box if box % PAGE_STEP == 0 else 0
+    return {"page_box": box, "page_magic": magic - (magic >> 31 << 32), "page_shift": shift}

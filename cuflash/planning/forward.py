@@ -12,11 +12,10 @@ from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
 from .block_mask import is_block_sparse, with_mask_tiles
-from .decoding import decode_plans, split_plan
+from .decoding import decode_plans, page_cut, split_plan
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .mod_code import ModCode, make_mod_code
-from .pages import page_cut
 from .plan import Launch, Plan, TmaBox, blocks_of, heads_in_l2, make_plan, make_variant
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import Variant

@@ -9,6 +9,7 @@ that the caller's function was given.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -120,8 +121,7 @@ def _generate(
         roots = [assume_causal(roots[0]), roots[1], assume_causal(roots[2])]
     if keys_as_rows:
         roots = [exchanged(root) for root in roots]
-    arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
-    text = print_struct(roots, arrays, "ModFunctions", RESULTS, EXACT, dict(runs))
+    text = _print(mod_spec, roots, RESULTS, runs)
     is_steep = mod_spec.score is not None and max(abs_bound(mod_spec.score), abs_bound(slope)) >= MODERATE
     constants = {
         "SCORE_MOD": int(mod_spec.score is not None),
@@ -134,14 +134,21 @@ def _generate(
         "BLOCK_SPARSE": 0 if not is_sparse else 2 if mod_spec.tiles_are_of_mask else 1,
         "SHORT_OFFSETS": int(is_short),
     }
-    words = sum(words_of(each.rank) for each in mod_spec.arrays)
+    return _as_code(mod_spec, text, constants)
+
+
+def _print(mod_spec: ModSpec, roots: Sequence[Node], results: Sequence[str], runs: _Runs) -> str:
+    """Prints the struct of these functions."""
+    arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
+    return print_struct(roots, arrays, "ModFunctions", results, EXACT, dict(runs))
+
+
+def _as_code(mod_spec: ModSpec, text: str, constants: dict[str, int]) -> ModCode:
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    return ModCode(digest, text, tuple(constants.items()), words + MORE_WORDS, _vector_loaded(mod_spec, text))
-
-
-def _vector_loaded(mod_spec: ModSpec, text: str) -> tuple[tuple[str, int], ...]:
+    words = MORE_WORDS + sum(words_of(each.rank) for each in mod_spec.arrays)
     arrays = enumerate(mod_spec.arrays)
-    return tuple((each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text)
+    pairs = [(each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text]
+    return ModCode(digest, text, tuple(constants.items()), words, tuple(pairs))
 
 
 def _may_mask(score: Node) -> bool:
@@ -194,10 +201,8 @@ def _gradient_code(
     replacements = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
     of_scores = (substituted(each, replacements) for each in (mod_spec.score, derivative, *places))
     roots = [pick_form(root, keys_as_rows=False) for root in (mod_spec.mask or constant(True), *of_scores)]
-    arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
     names = [f"place{number}" for number in range(len(places))]
-    results = ("visible", "score", "derivative", *names)
-    text = print_struct(roots, arrays, "ModFunctions", results, EXACT, dict(runs))
+    text = _print(mod_spec, roots, ("visible", "score", "derivative", *names), runs)
     stays &= not any("b" in root.inputs for root in roots)
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
@@ -209,5 +214,4 @@ def _gradient_code(
         f"    return {ways or 0};\n  }}\n}};\n"
     )
     constants = dict(plain.constants) | {"SCORE_MOD_GRAD": 0, "BLOCK_SPARSE": 0}
-    digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    return ModCode(digest, text, tuple(constants.items()), plain.words, _vector_loaded(mod_spec, text))
+    return _as_code(mod_spec, text, constants)

@@ -195,14 +195,14 @@ def _described(problem: Problem) -> str:
 def make_variant(problem: Problem, device: Device, op: str, source: str, **fields: Any) -> Variant:
     """The kernel of a source for this problem: fields of `Variant` that are left out follow from the problem."""
     is_hoppers = source.startswith("sm90/")
-    follow = {
+    derived = {
         "arch": device.arch + "a" * is_hoppers,
         "dtype": problem.dtype,
         "out_dtype": problem.dtype,
         "is_varlen": problem.seqlen_info is not None,
         "softcap": is_hoppers and problem.options.softcap > 0.0,
     }
-    return variant_of(op, source, **follow | fields)
+    return variant_of(op, source, **derived | fields)
 
 
 def blocks_of(length: int, step: int) -> int:

@@ -30,7 +30,7 @@ def plan(
     because they spill registers with score_mod or mask_mod.
     """
     if device is None:
-        return _host_plan(problem)
+        return Plan(problem, "cpu", (), host_kernel=f"reference_{problem.op.name}_{problem.options.algorithm}")
     if problem.op.mod_spec is not None and misaligned:
         problem = problem._replace(misaligned=tuple(misaligned))
     if problem.op.name == "block_mask":
@@ -55,15 +55,6 @@ def plan(
     if problem.op.name == "backward":
         return with_captured_gradients(backward_plan(problem, device, misaligned, spilled), problem, device)
     if problem.options.algorithm == "standard":
-        return _standard_plan(problem, device)
+        scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+        return Plan(problem, device.name, (), workspace_bytes=2 * 4 * scores, host_kernel="cupy_standard")
     return forward_plan(problem, device, misaligned, spilled)
-
-
-def _host_plan(problem: Problem) -> Plan:
-    kernel = f"reference_{problem.op.name}_{problem.options.algorithm}"
-    return Plan(problem, "cpu", (), host_kernel=kernel)
-
-
-def _standard_plan(problem: Problem, device: Device) -> Plan:
-    scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-    return Plan(problem, device.name, (), workspace_bytes=2 * 4 * scores, host_kernel="cupy_standard")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+FLOAT_BYTES = 4
+ROW_PADDING = 8  # floats between rows in shared memory. why: bank conflicts
 
-def macros(tile: Any, fields: str) -> dict[str, int]:
-    """The macros of a tile, which the `config.cuh` of its family reads: these fields, named in capitals."""
-    return {field.upper(): int(getattr(tile, field)) for field in fields.split()}
+
+def macros(tile: Any, fields: str, flags: str = "") -> dict[str, int]:
+    """The macros of a tile, which the `config.cuh` of its family reads: these fields, and flags that are true."""
+    names = [*fields.split(), *(flag for flag in flags.split() if getattr(tile, flag))]
+    return {name.upper(): int(getattr(tile, name)) for name in names}
 
 
 def rounded_up(length: int, step: int) -> int:

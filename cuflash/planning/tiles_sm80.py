@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from .device import Device
-from .tile import macros, rounded_up
+from .tile import FLOAT_BYTES, ROW_PADDING, macros, rounded_up
 
 SMEM_RESERVED = 1024  # bytes of each resident block that the hardware keeps for itself
 SMEM_ALIGNMENT = 128  # bytes
-FLOAT_BYTES = 4
-ROW_PADDING = 8  # floats between rows in shared memory. why: bank conflicts
 # The macros of every tile of this family.
 _FIELDS = "head_dim head_dim_v block_q block_k stages blocks_per_sm qk_unroll"
 

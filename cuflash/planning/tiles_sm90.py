@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .tile import macros, rounded_up
+from .tile import FLOAT_BYTES, ROW_PADDING, macros, rounded_up
 
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
@@ -18,8 +18,6 @@ WORK_RING_BYTES, WORK_BYTES = 4 * (96 + 16), 2 * (96 + 16 + 8)
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 WARP_ROWS = 16  # queries of a warp
-ROW_PADDING = 8  # floats between rows in shared memory. why: bank conflicts
-FLOAT_BYTES = 4
 FEW_SEQUENCES = 32  # one in each lane of a warp
 SMEM_PER_BLOCK, SMEM_PER_SM = 227 * 1024, 228 * 1024  # what a block may have; all of its blocks have, each 1 KiB more
 GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
@@ -78,9 +76,8 @@ class WarpgroupTile:
     @property
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
-        fields = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
-        flags = ("decodes", "paged", "few", "single")
-        return fields | {flag.upper(): 1 for flag in flags if getattr(self, flag)}
+        fields = "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong"
+        return macros(self, fields, "decodes paged few single")
 
     def for_varlen(self, paged: bool) -> WarpgroupTile:
         """The tile for variable-length sequences, which goes over the same key tiles."""
@@ -161,8 +158,7 @@ class WarpgroupBackwardTile:
     @property
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
-        fields = macros(self, "head_dim head_dim_v block_q block_k stages ds_stages k_steps v_steps")
-        return fields | ({"SHARES_HEADS": 1} if self.shares_heads else {})
+        return macros(self, "head_dim head_dim_v block_q block_k stages ds_stages k_steps v_steps", "shares_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +208,8 @@ class WarpgroupRowsTile:
     @property
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
-        shape = macros(self, "head_dim head_dim_v block_q block_k stages second_stages")
-        return {"GRADIENT": GRADIENTS.index(self.gradient)} | shape | ({"SHARES_HEADS": 1} if self.shares_heads else {})
+        shape = macros(self, "head_dim head_dim_v block_q block_k stages second_stages", "shares_heads")
+        return {"GRADIENT": GRADIENTS.index(self.gradient)} | shape
 
 
 # Head dims rise. Among rows of the same head dims, one for few keys under a mask or for capped scores comes first.
@@ -228,8 +224,8 @@ TILES = (
     WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
     WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
 )
-# What kernels with mods take if the rows above spill registers with them, or are not for
-# dropout, in this order: without columns of q in registers, then with fewer keys.
+# What kernels with mods take if the rows above spill registers with them, or are not for dropout, in this order:
+# without columns of q in registers, then with fewer keys.
 MOD_TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1),
     WarpgroupTile(64, 64, 128, 128, 10, 2, 0, 1),
@@ -255,8 +251,7 @@ BACKWARD = (
     WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
 )
-# What kernels with mods take if those spill, whose functions need registers: columns of
-# k have none.
+# What kernels with mods take if those spill, whose functions need registers: columns of k have none.
 MOD_BACKWARD = (
     WarpgroupBackwardTile(32, 32, 128, key_blocks=4),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4),
@@ -274,8 +269,8 @@ ROWS = (
     WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
 )
 
-# The same with mods, for each gradient in order of preference. why fewer columns at once
-# for the largest: with 64, most functions spill.
+# The same with mods, for each gradient in order of preference. why fewer columns at once for the largest: with 64,
+# most functions spill.
 MOD_ROWS = (
     *(tile for tile in ROWS if tile.head_dim < 256),
     *(WarpgroupRowsTile(gradient, 192, 128, 32, 3, 3) for gradient in GRADIENTS),
@@ -295,10 +290,8 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
     if op == "lse":
         tile = choose("forward", head_dim, 1, float("inf"), softcap)
         return None if tile is None else replace(tile, head_dim_v=0, out_panels=0, ping_pong=False)
-    for tile in TILES:
-        if _covers(tile, head_dim, head_dim_v, softcap) and keys <= (tile.max_keys or keys):
-            return tile
-    return None
+    tiles = (tile for tile in TILES if keys <= (tile.max_keys or keys))
+    return next((tile for tile in tiles if _covers(tile, head_dim, head_dim_v, softcap)), None)
 
 
 def choose_mod_tiles(
@@ -328,10 +321,8 @@ def choose_mod_tiles(
 
 def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: bool) -> WarpgroupBackwardTile | None:
     """The first row for these head dims and for keys that `queries` queries see on average; None if there is none."""
-    for tile in BACKWARD:
-        if _covers(tile, head_dim, head_dim_v, softcap) and queries >= tile.min_queries:
-            return tile
-    return None
+    tiles = (tile for tile in BACKWARD if queries >= tile.min_queries)
+    return next((tile for tile in tiles if _covers(tile, head_dim, head_dim_v, softcap)), None)
 
 
 def choose_mod_backward(

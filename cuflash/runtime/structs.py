@@ -15,7 +15,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-from ..planning.gradient_terms import MAX_AXES
+from ..planning.captured_gradients import MAX_AXES
 from ..planning.merge import MAX_STATES
 from ..planning.plan import Launch, Part
 from ..problem.operands import Op

@@ -16,8 +16,8 @@ from cuflash.mods import scores
 from cuflash.mods.graph.derivative import differentiate
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning import captured_gradients
+from cuflash.planning.captured_gradients import Term, sums_of, terms_of
 from cuflash.planning.device import DEVICES
-from cuflash.planning.gradient_terms import Term, sums_of, terms_of
 from cuflash.planning.plan import Launch, Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.array_spec import ArraySpec
