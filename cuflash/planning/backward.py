@@ -149,7 +149,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     varlen = problem.seqlen_info
 
     def variant(op: str, source: str, tile: Tile | BackwardTile | None = None, code: ModCode | None = None) -> Variant:
-        return make_variant(problem, device, op, source, tile=tile, mod_code=code)
+        return make_variant(problem, device, op, source, tile, code)
 
     if varlen is None:
         heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
@@ -399,7 +399,7 @@ def _warpgroup_variant(
     kernel = "backward" if isinstance(tile, WarpgroupBackwardTile) else "backward_rows"
     keys_as_rows = op != "backward_dq"
     mod_code = make_mod_code(problem, keys_as_rows, is_sparse=is_sparse) if changes_weights(problem) else None
-    return make_variant(problem, device, op, f"sm90/backward/{kernel}.cu", tile=tile, mod_code=mod_code)
+    return make_variant(problem, device, op, f"sm90/backward/{kernel}.cu", tile, mod_code)
 
 
 def _rows_variant(problem: Problem, device: Device, tile: WarpgroupRowsTile, is_sparse: bool = False) -> Variant:

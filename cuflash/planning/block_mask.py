@@ -178,10 +178,8 @@ def _launch(problem: Problem, device: Device, shape: tuple[int, ...], of_lengths
     _, heads, mask_tiles_q, mask_tiles_k = shape
     num_mask_tiles = math.prod(shape)
     # why float32, whatever q is: functions are then as exact as in NumPy, and kernels of all dtypes share the code.
-    dtypes, code = dict.fromkeys(("dtype", "out_dtype"), "float32"), make_mod_code(problem)
-    variant = make_variant(
-        problem, device, "block_mask", "portable/block_mask.cu", **dtypes, is_varlen=of_lengths, mod_code=code
-    )
+    source, code = "portable/block_mask.cu", make_mod_code(problem)
+    variant = make_variant(problem, device, "block_mask", source, mod_code=code, dtype="float32", is_varlen=of_lengths)
     fields = {
         "num_mask_tiles": num_mask_tiles,
         "heads": heads,

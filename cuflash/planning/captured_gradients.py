@@ -27,7 +27,7 @@ from .mod_code import gradient_code, make_mod_code
 from .plan import MAX_GRID, Launch, Part, Plan, blocks_of, make_variant
 from .tile import FLOAT_BYTES
 from .tiles_sm80 import DqTile
-from .variant import PORTABLE_THREADS, Variant
+from .variant import PORTABLE_THREADS
 
 MAX_AXES = 8  # of an array whose gradient is wanted: the arrays of `ModGradientParams` in kernels_cu/common/params.cuh
 MAX_PLACES = 2**31 - 1  # of a table, whose kernels count its places in 32 bits
@@ -158,9 +158,6 @@ class _CapturedGradients:
         self.end += FLOAT_BYTES * floats
         return name
 
-    def _variant(self, op: str, source: str, **fields: Any) -> Variant:
-        return make_variant(self.problem, self.device, op, source, **fields)
-
     def add_sinks(self) -> None:
         """The gradient of the sinks."""
         problem, varlen, heads = self.problem, self.problem.seqlen_info, self.problem.heads_q
@@ -173,8 +170,8 @@ class _CapturedGradients:
             parts = max(1, min(blocks_of(num_slots, PORTABLE_THREADS // 32), 2 * self.device.num_sms // heads))
             slots_each = blocks_of(num_slots, parts)
             parts = blocks_of(num_slots, slots_each)
-            tables = self._part("sinks_tables", parts * heads)
-            variant = self._variant("sinks_gradient", "portable/sinks_gradient.cu", mod_code=make_mod_code(problem))
+            tables, code = self._part("sinks_tables", parts * heads), make_mod_code(problem)
+            variant = make_variant(problem, self.device, "sinks_gradient", "portable/sinks_gradient.cu", mod_code=code)
             fields = self.stats | {"num_slots": num_slots, "slots_each": slots_each}
             self.launches.append(Launch(variant, parts * heads, fields, aliases={"tables": tables}))
         sums = Sums(("h",), (), (0,), (heads,), ("h",))
@@ -259,7 +256,7 @@ class _CapturedGradients:
         arguments = tuple(term.load.arguments[axis] for axis in sums.gathered_axes)
         stays = set(sums.separate_axes) == {"h", "q_idx", "k_idx"} and problem.seqlen_info is None and not extents
         code = gradient_code(problem, term.derivative, arguments, stays)
-        variant = self._variant("backward_mods", "sm80/backward_mods.cu", tile=tile, mod_code=code)
+        variant = make_variant(problem, self.device, "backward_mods", "sm80/backward_mods.cu", tile, code)
         fields = self.stats | {
             "num_q_tiles": tiles["q"],
             "num_k_tiles": tiles["k"],
@@ -322,7 +319,7 @@ class _CapturedGradients:
         self._add_sum(floats, fields, {"result": part})
 
     def _add_sum(self, threads: int, fields: dict[str, int], aliases: dict[str, str]) -> None:
-        variant = self._variant("sum_tables", "portable/sum_tables.cu", is_varlen=False)
+        variant = make_variant(self.problem, self.device, "sum_tables", "portable/sum_tables.cu", is_varlen=False)
         self.launches.append(Launch(variant, blocks_of(threads, PORTABLE_THREADS), fields, aliases=aliases))
 
 

@@ -111,8 +111,7 @@ def _decode_plan(
 
 
 def _variant(problem: Problem, device: Device, source: str, tile: Tile | WarpgroupTile) -> Variant:
-    code = make_mod_code(problem)
-    return make_variant(problem, device, "forward", source, out_dtype=problem.out_dtype, tile=tile, mod_code=code)
+    return make_variant(problem, device, "forward", source, tile, make_mod_code(problem), out_dtype=problem.out_dtype)
 
 
 def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_rows: int) -> bool:

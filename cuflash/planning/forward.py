@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
@@ -90,7 +89,9 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         tile = replace(tile, head_dim_v=0, stages=2, max_slices=1, flash2_only=False)
     algorithm = problem.options.algorithm if op == "forward" else "flash2"
     mod_code = make_mod_code(problem, is_sparse=is_block_sparse(problem))
-    variant = _variant(problem, device, "sm80", tile=tile, algorithm=algorithm, mod_code=mod_code)
+    variant = make_variant(
+        problem, device, op, f"sm80/{op}.cu", tile, mod_code, out_dtype=problem.out_dtype, algorithm=algorithm
+    )
     num_q_blocks, times = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
     if (varlen := problem.seqlen_info) is not None:
         num_q_blocks, times = varlen.num_slots("q", problem.batch, tile.block_q), 1
@@ -103,22 +104,20 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     return make_plan(problem, device, launches, workspace, fallback)
 
 
-def _variant(problem: Problem, device: Device, folder: str, **fields: Any) -> Variant:
-    op = problem.op.name
-    return make_variant(problem, device, op, f"{folder}/{op}.cu", out_dtype=problem.out_dtype, **fields)
-
-
-def _tma_boxes(problem: Problem, row: TmaBox, rows_k: TmaBox) -> dict[str, TmaBox]:
-    """The boxes of the operands; row: that of q, but for its rows at a time; rows_k: those of k and v."""
-    tma_boxes = {"q": row._replace(rows=GROUP_ROWS), "k": rows_k}
-    return tma_boxes if problem.op.name == "lse" else tma_boxes | {"v": rows_k, "out": row}
+def _tma_boxes(problem: Problem, rows_q: int, box_k: TmaBox) -> dict[str, TmaBox]:
+    """The boxes of the operands. box_k: that of k and v."""
+    tma_boxes = {"q": TmaBox(GROUP_ROWS, 0, rows_q, box_k.varlen), "k": box_k}
+    if problem.op.name == "forward":
+        tma_boxes |= {"v": box_k, "out": TmaBox(OUT_ROWS, 0, rows_q, box_k.varlen)}
+    return tma_boxes
 
 
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
     """A thread block for each SM, which takes one query block after the other."""
     if problem.seqlen_info is not None:
         return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), mod_code)
-    variant = _variant(problem, device, "sm90/forward", tile=tile, mod_code=mod_code)
+    source = f"sm90/forward/{problem.op.name}.cu"
+    variant = make_variant(problem, device, problem.op.name, source, tile, mod_code, out_dtype=problem.out_dtype)
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
     num_tiles = num_q_blocks * heads
@@ -129,7 +128,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
         head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
         together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, heads)
     key_range = problem.mask.key_range(0, problem.seqlen_q)
-    tma_boxes = _tma_boxes(problem, TmaBox(OUT_ROWS, 0, problem.seqlen_q), TmaBox(tile.block_k, *key_range))
+    tma_boxes = _tma_boxes(problem, problem.seqlen_q, TmaBox(tile.block_k, *key_range))
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_in_l2": together}
     counted = num_tiles > device.num_sms and not full
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, counted)
@@ -141,14 +140,15 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
     """The same for variable-length sequences, of which the device alone knows how many query blocks they have."""
     lengths = problem.seqlen_info
     assert lengths is not None
-    variant = _variant(problem, device, "sm90/forward", tile=tile, mod_code=mod_code)
+    source = f"sm90/forward/{problem.op.name}.cu"
+    variant = make_variant(problem, device, problem.op.name, source, tile, mod_code, out_dtype=problem.out_dtype)
     num_q_blocks = min(lengths.num_slots("q", problem.batch, tile.block_q), lengths.batch_q * lengths.rows_q)
     num_tiles = num_q_blocks * problem.heads_q
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
     together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, problem.heads_q)
     cut = page_cut(problem, tile.block_k)
     box_k = TmaBox(cut["page_box"] or tile.block_k, 0, lengths.rows_k, varlen=True)
-    tma_boxes = _tma_boxes(problem, TmaBox(OUT_ROWS, 0, lengths.rows_q, varlen=True), box_k)
+    tma_boxes = _tma_boxes(problem, lengths.rows_q, box_k)
     fields = {
         "heads_in_l2": together,
         # why not with mask tiles: the two heads may have other ones.

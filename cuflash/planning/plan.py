@@ -10,7 +10,8 @@ from .. import units
 from ..errors import UnsupportedError
 from ..problem.problem import Problem
 from .device import Device
-from .variant import Variant, variant_of
+from .mod_code import ModCode
+from .variant import AnyTile, Variant, variant_of
 
 MAX_GRID = 2**31 - 1
 _OF_MASK_TILES = "block_mask", "tile_counts"
@@ -192,17 +193,30 @@ def _described(problem: Problem) -> str:
     return f"batch {problem.batch} x heads {problem.heads_q} x seqlens {problem.seqlen_q} and {problem.seqlen_k}"
 
 
-def make_variant(problem: Problem, device: Device, op: str, source: str, **fields: Any) -> Variant:
-    """The kernel of a source for this problem: fields of `Variant` that are left out follow from the problem."""
-    is_hoppers = source.startswith("sm90/")
-    derived = {
-        "arch": device.arch + "a" * is_hoppers,
-        "dtype": problem.dtype,
-        "out_dtype": problem.dtype,
-        "is_varlen": problem.seqlen_info is not None,
-        "softcap": is_hoppers and problem.options.softcap > 0.0,
-    }
-    return variant_of(op, source, **derived | fields)
+def make_variant(
+    problem: Problem,
+    device: Device,
+    op: str,
+    source: str,
+    tile: AnyTile | None = None,
+    mod_code: ModCode | None = None,
+    *,
+    dtype: str | None = None,
+    out_dtype: str | None = None,
+    algorithm: str = "flash2",
+    is_varlen: bool | None = None,
+    lists_seqlens: bool = False,
+) -> Variant:
+    """The kernel of a source for this problem. By default dtypes are that of the problem, and so is `is_varlen`."""
+    arch, softcap, dtype = device.arch, False, dtype or problem.dtype
+    if source.startswith("sm90/"):
+        arch, softcap = f"{arch}a", problem.options.softcap > 0.0
+    if is_varlen is None:
+        is_varlen = problem.seqlen_info is not None
+    # why by position: the cache finds it faster.
+    return variant_of(
+        op, source, arch, dtype, out_dtype or dtype, algorithm, tile, softcap, is_varlen, mod_code, lists_seqlens
+    )
 
 
 def blocks_of(length: int, step: int) -> int:
