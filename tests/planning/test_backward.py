@@ -19,7 +19,7 @@ from cuflash.planning.device import DEVICES
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
-from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile
+from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, choose_backward
 from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.mod_spec import make_mod_spec
@@ -124,11 +124,12 @@ def test_blocks_of_threads_that_wait_for_those_before_them_are_numbered_as_they_
 
 
 def test_keys_that_few_queries_see_have_their_own_tile() -> None:
-    for seqlen, causal, block_q in ((8192, False, 80), (8191, False, 64), (8192, True, 64), (16384, True, 80)):
-        made = backward(128, 128, arch="sm_90", dims=(2, seqlen, seqlen, 16, 16), causal=causal)
-        assert made.variant is not None
-        assert made.variant.tile is not None
-        assert made.variant.tile.block_q == block_q, (seqlen, causal)
+    tiles = []
+    for seqlen, causal in ((8192, False), (16384, True), (8191, False), (8192, True)):
+        launch = backward(128, 128, arch="sm_90", dims=(2, seqlen, seqlen, 16, 16), causal=causal).launches[1]
+        tiles.append(launch.variant.tile)
+        assert tiles[-1] == choose_backward(128, 128, seqlen / (2 if causal else 1), False)
+    assert tiles[0] == tiles[1] != tiles[2] == tiles[3]
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)

@@ -8,54 +8,85 @@ from typing import Any
 import pytest
 from plans import of_lengths, problem
 
-from cuflash.planning.backward import MOST_PARTS, SHORT_KEYS, SHORT_WAVES
-from cuflash.planning.backward_schedule import L2_BYTES
+from cuflash.planning.backward import MOST_PARTS, SHORT_KEYS, SHORT_WAVES, SORTED_WAVES
+from cuflash.planning.backward_schedule import (
+    KEY_ROWS,
+    L2_BYTES,
+    PART_WAVES,
+    SEQUENCES_TOGETHER,
+    SHARED_STEPS,
+    WAVES_TOGETHER,
+)
 from cuflash.planning.delta import DELTA_HEADS
 from cuflash.planning.device import DEVICES
-from cuflash.planning.plan import Plan
+from cuflash.planning.plan import Launch, Plan, blocks_of
 from cuflash.planning.planner import plan
 
 H100 = DEVICES["sm_90"]
+SMS = H100.num_sms
 
 
 def backward(*head_dims: int, **more: Any) -> Plan:
     return plan(problem(*head_dims, op="backward", **more), H100)
 
 
+def main_launch(*head_dims: int, **more: Any) -> Launch:
+    """The launch of Hopper's one kernel for all gradients."""
+    launch = backward(*head_dims, **more).launches[1]
+    assert launch.variant.source == "sm90/backward/backward.cu"
+    return launch
+
+
 def fields(*head_dims: int, **more: Any) -> dict[str, int]:
-    """The fields of the launch of Hopper's one kernel for all gradients."""
-    made = backward(*head_dims, **more)
-    assert made.launches[1].variant.source == "sm90/backward/backward.cu"
-    return dict(made.launches[1].fields)
+    return dict(main_launch(*head_dims, **more).fields)
 
 
-def shared(of: dict[str, int]) -> tuple[int, ...]:
-    return tuple(of[name] for name in ("whole_blocks", "shared_first", "shared_keys", "shared_steps"))
+def head_bytes(dim: int, seqlen: int, group: int = 1) -> int:
+    """Bytes of k and v of a kv head, and of q, dout, and dq in float32 of its query heads."""
+    return seqlen * (2 * 2 * dim + group * (2 * 2 * dim + 4 * dim))
 
 
-def test_as_many_blocks_as_multiprocessors_share_what_the_last_wave_has() -> None:
-    made = fields(128, 128, dims=(4, 4096, 4096, 16, 16))
-    assert shared(made) == (15 * 132, 15 * 132, 68, 33)  # of 2048 key blocks of 64 tiles
-    assert shared(fields(128, 128, dims=(1, 512, 512, 16, 16))) == (0, 0, 64, 4)
+@pytest.mark.parametrize("dims", [(4, 4096, 4096, 16, 16), (1, 512, 512, 16, 16), (3, 4096, 4096, 16, 16)], ids=str)
+def test_as_many_blocks_as_multiprocessors_share_what_the_last_wave_has(dims: tuple[int, ...]) -> None:
+    batch, rows, keys, heads, _ = dims
+    launch, steps = main_launch(128, 128, dims=dims), rows // 64
+    whole, first, shared, each = (
+        launch.fields[name] for name in ("whole_blocks", "shared_first", "shared_keys", "shared_steps")
+    )
+    assert whole % SMS == 0  # whole waves
+    assert first == whole
+    assert whole + shared == batch * heads * keys // KEY_ROWS
+    sharing = launch.num_blocks - whole
+    assert (sharing - 1) * each < shared * steps <= sharing * each  # every step once
+    assert 0 < sharing <= SMS
+    assert each == max(SHARED_STEPS, blocks_of(shared * steps, SMS))  # of all SMs, as even as can be
+
+
+def test_no_block_shares_where_waves_are_whole_or_sums_take_longer_or_are_ordered() -> None:
     # a whole wave, almost one, and a short one
-    for dims in ((1, 4096, 128 * 132, 1, 1), (1, 4096, 128 * 131, 1, 1), (1, 256, 512, 16, 16)):
-        assert shared(fields(128, 128, dims=dims))[1:] == (0, 0, 0)
-    for more in ({"deterministic": True}, {"causal": True}):
-        assert shared(fields(128, 128, dims=(1, 512, 512, 16, 16), **more))[1:] == (0, 0, 0)
-    wide = backward(128, 128, dims=(3, 4096, 4096, 16, 16)).launches[1]
-    assert wide.num_blocks % 132 == 0  # whole waves of blocks
+    lone: list[dict[str, Any]] = [
+        {"dims": dims} for dims in ((1, 4096, 128 * SMS, 1, 1), (1, 4096, 128 * (SMS - 1), 1, 1), (1, 256, 512, 16, 16))
+    ]
+    lone += [{"dims": (1, 512, 512, 16, 16), name: True} for name in ("deterministic", "causal")]
+    for more in lone:
+        launch = main_launch(128, 128, **more)
+        assert not any(launch.fields[name] for name in ("shared_first", "shared_keys", "shared_steps")), more
 
 
 def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough() -> None:
-    def key_blocks(dim: int, seqlen_k: int = 1024, heads: int = 1024, **more: Any) -> int:
-        return fields(dim, dim, dims=(1, 1024, seqlen_k, heads, heads), **more)["key_blocks"]
+    def key_blocks(dim: int, seqlen_k: int = 1024, heads: int = 1024, **more: Any) -> tuple[int, int]:
+        """How many a thread block takes, and how many its tile is for."""
+        launch = main_launch(dim, dim, dims=(1, 1024, seqlen_k, heads, heads), **more)
+        return launch.fields["key_blocks"], getattr(launch.variant.tile, "key_blocks", 0)
 
-    assert (key_blocks(32), key_blocks(64), key_blocks(96), key_blocks(128)) == (4, 4, 2, 1)
-    assert (key_blocks(64, causal=True), key_blocks(96, causal=True)) == (2, 1)
-    assert key_blocks(64, deterministic=True) == 1
-    assert (key_blocks(96, SHORT_KEYS), key_blocks(96, SHORT_KEYS + 1)) == (2, 1)
-    least = -(-SHORT_WAVES * H100.num_sms // 4)  # heads of 8 key blocks, two a block
-    assert (key_blocks(96, heads=least), key_blocks(96, heads=least - 1)) == (2, 1)
+    for dim in (32, 64, 96, 128):
+        taken, most = key_blocks(dim)
+        assert taken == most > (dim < 128)
+        assert key_blocks(dim, causal=True)[0] == max(most // 2, 1)
+    assert key_blocks(64, deterministic=True)[0] == 1
+    assert (key_blocks(96, SHORT_KEYS)[0], key_blocks(96, SHORT_KEYS + 1)[0]) == (2, 1)
+    least = blocks_of(SHORT_WAVES * SMS, 4)  # heads of 8 key blocks, two a block
+    assert (key_blocks(96, heads=least)[0], key_blocks(96, heads=least - 1)[0]) == (2, 1)
 
 
 def test_what_heads_that_start_together_touch_stays_in_l2_unless_they_do_not_fill_the_gpu() -> None:
@@ -63,136 +94,148 @@ def test_what_heads_that_start_together_touch_stays_in_l2_unless_they_do_not_fil
         (1024, 32, 128), (4096, 32, 128), (8192, 32, 128), (16384, 32, 128), (2**17, 32, 128), (4096, 32, 64),
         (16384, 32, 64), (8192, 8, 128), (2**17, 8, 128),
     ):  # fmt: skip
-        found = fields(dim, dim, dims=(4, seqlen, seqlen, 32, heads), causal=True)["heads_in_l2"]
-        group = 32 // heads
-        head_bytes = seqlen * (2 * 2 * dim + group * (2 * 2 * dim + 4 * dim))  # k and v; q, dout, and dq in float32
-        blocks = seqlen // 128
-        assert 1 <= found <= 16
-        assert found == 1 or found * head_bytes <= L2_BYTES or found * blocks < 2 * 3 * H100.num_sms
-        assert found == 16 or 2 * found * head_bytes > L2_BYTES
+        together = fields(dim, dim, dims=(4, seqlen, seqlen, 32, heads), causal=True)["heads_in_l2"]
+        touched = together * head_bytes(dim, seqlen, 32 // heads)
+        assert 1 <= together <= 16
+        assert together == 1 or touched <= L2_BYTES or together * seqlen // 128 < 2 * WAVES_TOGETHER * SMS
+        assert together == 16 or 2 * touched > L2_BYTES
     assert fields(dims=(4, 4096, 4096, 8, 8))["heads_in_l2"] == 1  # key blocks of equal length
     assert fields(dims=(4, 1024, 1024, 8, 8), causal=True, deterministic=True)["heads_in_l2"] > 16
 
 
-@pytest.mark.parametrize(
-    ("dim", "heads", "rows", "causal", "heads_and_sequences"),
-    [
-        (64, (32, 32), 512, False, (32, 4)),
-        (64, (32, 32), 512, True, (32, 4)),
-        (64, (32, 32), 1024, False, (32, 2)),
-        (64, (32, 32), 4096, True, (16, 1)),
-        (64, (32, 32), 16384, False, (4, 1)),  # these touch as much as one L2 cache holds
-        (64, (32, 32), 256, False, (32, 4)),  # these make up a wave
-        (64, (64, 64), 256, True, (64, 2)),
-        (64, (256, 256), 128, False, (256, 1)),
-        (64, (16, 16), 512, True, (16, 8)),
-        (64, (64, 8), 512, True, (8, 2)),
-        (64, (3, 3), 512, False, (2, 8)),  # not too many sequences
-        (96, (16, 16), 2048, False, (8, 1)),  # without turns, fewer of them
-        (96, (16, 16), 2048, True, (16, 1)),
-        (128, (16, 16), 512, False, (1, 1)),
-        (128, (16, 16), 512, True, (16, 1)),
-    ],
-)
+def heads_and_sequences(listed: Plan) -> tuple[int, int]:
+    """How many heads of how many sequences start together."""
+    return listed.launches[1].fields["heads_in_l2"], listed.launches[0].fields["sequences_together"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(32, 32), (64, 64), (256, 256), (16, 16), (16, 8), (3, 3)], ids=str)
+@pytest.mark.parametrize("rows", [128, 256, 512, 1024, 4096, 16384])
 def test_small_head_dims_take_key_blocks_of_other_heads_and_sequences_in_between(
-    dim: int, heads: tuple[int, int], rows: int, causal: bool, heads_and_sequences: tuple[int, int]
+    heads: tuple[int, int], rows: int, causal: bool
 ) -> None:
-    made = of_lengths(dim, 16384 // rows, rows, heads, causal=causal)
-    together = made.launches[1].fields["heads_in_l2"], made.launches[0].fields["sequences_together"]
-    assert together == heads_and_sequences
-    made = of_lengths(dim, 16384 // rows, rows, heads, causal=causal, deterministic=True)
-    assert made.launches[0].fields["sequences_together"] == 1
+    together, sequences = heads_and_sequences(of_lengths(64, 16384 // rows, rows, heads, causal=causal))
+    group, heads_kv = heads[0] // heads[1], heads[1]
+    for count in (together, sequences):
+        assert 1 <= count == 1 << count.bit_length() - 1
+    assert together <= heads_kv
+    assert sequences <= SEQUENCES_TOGETHER
+    touched = together * sequences * head_bytes(64, rows, group)  # half of it fits one of the two L2 caches
+    few = causal and sequences == 1 and together * rows // 128 < 2 * WAVES_TOGETHER * SMS
+    assert touched <= L2_BYTES // 2 or few or together == sequences == 1
+    assert sequences == 1 or 2 * together > heads_kv  # those of one sequence first
+    more = 2 * together * sequences
+    assert 2 * touched > L2_BYTES // 2 or more > max(heads_kv, SMS) or more > heads_kv * SEQUENCES_TOGETHER
+    listed = of_lengths(64, 16384 // rows, rows, heads, causal=causal, deterministic=True)
+    assert heads_and_sequences(listed)[1] == 1
 
 
-@pytest.mark.parametrize(("num_sms", "sequences"), [(114, 4), (132, 4), (78, 2)])
-def test_a_wave_of_key_blocks_is_that_of_the_gpu_or_nearly(num_sms: int, sequences: int) -> None:
+def test_larger_head_dims_take_key_blocks_of_one_sequence_at_a_time() -> None:
+    for dim, causal in ((96, False), (96, True), (128, False), (128, True)):
+        together, sequences = heads_and_sequences(of_lengths(dim, 8, 2048, (16, 16), causal=causal))
+        assert sequences == 1
+        assert together <= 16 // (1 if causal else 2)  # without a mask, fewer of them
+    assert heads_and_sequences(of_lengths(128, 32, 512))[0] == 1
+
+
+@pytest.mark.parametrize("num_sms", [114, 132, 78])
+def test_a_wave_of_key_blocks_is_that_of_the_gpu_or_nearly(num_sms: int) -> None:
     problem = of_lengths(64, 32, 512, (32, 32)).problem
-    made = plan(problem, replace(H100, num_sms=num_sms))
-    assert made.launches[0].fields["sequences_together"] == sequences
+    together, sequences = heads_and_sequences(plan(problem, replace(H100, num_sms=num_sms)))
+    assert num_sms / 1.5 < together * sequences < 1.5 * num_sms
 
 
 def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() -> None:
-    def listed(batch: int, rows: int, heads: tuple[int, int], **more: Any) -> tuple[int, int, int, int]:
-        made = of_lengths(128, batch, rows, heads, **more)
-        delta, taking = made.launches[0].fields, made.launches[1]
-        assert taking.num_blocks == delta["takers"]
-        assert taking.fields["shared_keys"] == delta["shared_keys"]
-        return taking.num_blocks, delta["shared_keys"], delta["most_parts"], delta["last_steps"]
+    def listed(batch: int, rows: int, heads: tuple[int, int], dim: int = 128, **more: Any) -> dict[str, int]:
+        delta, taking = of_lengths(dim, batch, rows, heads, **more).launches
+        assert taking.num_blocks == delta.fields["takers"] == min(SMS, delta.fields["max_key_blocks"] * heads[1])
+        assert taking.fields["shared_keys"] == delta.fields["shared_keys"]
+        assert max(delta.fields["most_parts"], delta.fields["least_parts"]) <= MOST_PARTS
+        return {**taking.fields, **delta.fields}
 
-    assert listed(4, 4096, (16, 16)) == (132, 132, MOST_PARTS, 64)  # those of the last wave
-    assert listed(4, 4096, (16, 16), causal=True) == (132, 0, 4, 0)  # none: they are many
-    assert listed(4, 4096, (16, 16), deterministic=True)[1] == 0
-    assert listed(8, 2048, (8, 1), causal=True) == (132, 138, MOST_PARTS, 0)  # all, perhaps
-    assert listed(1, 128, (1, 1)) == (4, 0, 0, 2)  # adding up takes longer
-    assert listed(8, 2048, (8, 1), causal=True, deterministic=True)[1] == 0
-    assert of_lengths(64).launches[0].fields["heads_each"] == DELTA_HEADS // 2
-    grouped, taking = (x.fields for x in of_lengths(128, 2, 4096, (64, 8), causal=True).launches)
-    assert (grouped["least_parts"], grouped["shared_keys"]) == (4, grouped["max_key_blocks"] * 8)
-    assert of_lengths(128, 2, 4096, (64, 8), causal=True, deterministic=True).launches[0].fields["shared_keys"] == 0
+    last = listed(4, 4096, (16, 16))
+    assert (last["shared_keys"], last["last_steps"]) == (last["takers"], 4096 // 64)  # those of the last wave
+    few = listed(8, 2048, (8, 1), causal=True)
+    assert (few["shared_keys"], few["last_steps"]) == (few["max_key_blocks"], 0)  # all, perhaps
+    assert listed(4, 4096, (16, 16), causal=True)["shared_keys"] == 0  # they are many
+    assert listed(1, 128, (1, 1))["shared_keys"] == 0  # adding up takes longer
+    for batch, rows, heads, more in (
+        (4, 4096, (16, 16), {}), (8, 2048, (8, 1), {"causal": True}), (2, 4096, (64, 8), {"causal": True})
+    ):  # fmt: skip
+        assert listed(batch, rows, heads, deterministic=True, **more)["shared_keys"] == 0
+    assert listed(4, 4096, (16, 16), 64)["heads_each"] <= DELTA_HEADS
+    grouped = listed(2, 4096, (64, 8), causal=True)
+    assert 1 < grouped["least_parts"] <= 64 // 8
+    assert grouped["shared_keys"] == grouped["max_key_blocks"] * 8
     # as many heads as have two waves of parts; the last two waves of all lists are sorted
-    assert (grouped["sorted_blocks"], taking["heads_in_l2"]) == (33, 2)
+    together = grouped["heads_in_l2"] * grouped["least_parts"]
+    assert together * 4096 // 128 <= PART_WAVES * SMS < 3 * together * 4096 // 128
+    assert (grouped["sorted_blocks"] - 1) * together < SORTED_WAVES * SMS <= grouped["sorted_blocks"] * together
     for more in ({}, {"causal": True, "window_size": (1023, 0)}):
-        assert of_lengths(128, 2, 4096, (64, 8), **more).launches[0].fields["least_parts"] == 1
+        assert listed(2, 4096, (64, 8), **more)["least_parts"] == 1
 
 
 def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_tiles_under_a_mask() -> None:
-    def parts(batch: int, seqlen: int, heads: tuple[int, int] = (8, 1), **more: Any) -> tuple[int, int, int]:
-        made = fields(128, 128, dims=(batch, seqlen, seqlen, *heads), **({"causal": True} | more))
-        count = 1 << made["parts_log2"]
-        assert count == 1 or made["whole_blocks"] == made["shared_keys"] * count
-        return count, made["shared_keys"], made["shared_steps"]
+    def parts(batch: int, seqlen: int, heads: tuple[int, int] = (8, 1), **more: Any) -> int:
+        launch = main_launch(128, 128, dims=(batch, seqlen, seqlen, *heads), **{"causal": True} | more)
+        count, blocks = 1 << launch.fields["parts_log2"], batch * heads[1] * seqlen // KEY_ROWS
+        assert count <= heads[0] // heads[1]  # a part has one query head at least
+        if count > 1:
+            assert launch.num_blocks == launch.fields["whole_blocks"] == blocks * count
+            assert (launch.fields["shared_keys"], launch.fields["shared_steps"]) == (blocks, 0)
+        return count
 
-    # almost one of key blocks that about as many queries see
-    assert parts(8, 2048, window_size=(511, 0)) == (1, 0, 0)
-    assert parts(4, 2048, window_size=(511, 0)) == (2, 64, 0)
-    assert parts(60, 512) == (1, 0, 0)
+    # almost a wave of key blocks that about as many queries see
+    assert parts(8, 2048, window_size=(511, 0)) == 1 < parts(4, 2048, window_size=(511, 0))
+    assert parts(60, 512) == 1
     # with so many rows for each part they are many, but near each other
-    assert parts(8, 2048) == (4, 128, 0)
-    assert parts(2, 4096, (64, 8)) == (4, 512, 0)
-    assert parts(2, 8192, (32, 8)) == (2, 1024, 0)
-    assert parts(1, 8192, (128, 8)) == (8, 512, 0)
-    assert parts(8, 2048, (32, 8)) == (2, 1024, 0)
-    assert parts(16, 1024, (32, 8)) == parts(8, 4096, (16, 8)) == (1, 0, 0)
-    assert parts(2, 4096, (64, 8), window_size=(1023, 0)) == (1, 0, 0)
-    assert parts(2, 4096, (64, 8), window_size=(4095, 0)) == (4, 512, 0)  # it hides nothing
-    assert parts(1, 2048) == (8, 16, 0)  # a part has one query head at least
-    assert parts(1, 2048, (12, 2)) == (4, 32, 0)
-    assert parts(1, 128) == (1, 0, 0)  # adding up takes longer
-    assert parts(1, 2048, (2, 2)) == parts(1, 2048, deterministic=True) == (1, 0, 0)
-    assert parts(1, 2048, causal=False)[0] == 1  # blocks share steps
+    for batch, seqlen, heads in ((8, 2048, (8, 1)), (2, 4096, (64, 8)), (2, 8192, (32, 8)), (8, 2048, (32, 8))):
+        assert parts(batch, seqlen, heads) > 1
+    assert parts(1, 8192, (128, 8)) > parts(2, 4096, (64, 8)) > parts(2, 8192, (32, 8))  # the more heads, the more
+    assert parts(16, 1024, (32, 8)) == parts(8, 4096, (16, 8)) == 1
+    assert parts(2, 4096, (64, 8), window_size=(1023, 0)) == 1
+    assert parts(2, 4096, (64, 8), window_size=(4095, 0)) == parts(2, 4096, (64, 8))  # it hides nothing
+    assert parts(1, 2048) == 8  # as many as the group has heads, or the next power of two below
+    assert parts(1, 2048, (12, 2)) == 4
+    assert parts(1, 128) == 1  # adding up takes longer
+    assert parts(1, 2048, (2, 2)) == parts(1, 2048, deterministic=True) == 1
+    assert fields(128, 128, dims=(1, 2048, 2048, 8, 1))["parts_log2"] == 0  # blocks share steps
 
 
 def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_than_two_waves() -> None:
-    def made(batch: int, seqlen: int, heads: tuple[int, int], **more: Any) -> Plan:
+    def by_rows(batch: int, seqlen: int, heads: tuple[int, int], **more: Any) -> Plan:
         return backward(256, 256, dims=(batch, seqlen, seqlen, *heads), **({"causal": True} | more))
 
-    shared = made(2, 8192, (8, 1))
+    shared, key_blocks = by_rows(2, 8192, (8, 1)), 2 * 8192 // KEY_ROWS
     (_, dq, dk, dv), of_delta = shared.launches, shared.launches[0].fields
-    assert (dq.num_blocks, dk.num_blocks, dv.num_blocks) == (8 * 2 * 64, 2 * 2 * 64, 2 * 2 * 64)
-    assert (of_delta["num_q_blocks"], of_delta["more_semaphores"]) == (0, 2 * 2 * 64)
-    assert (dk.fields["first_semaphore"], dv.fields["first_semaphore"]) == (0, 2 * 64)
+    assert (dq.num_blocks, dk.num_blocks, dv.num_blocks) == (8 * key_blocks, 2 * key_blocks, 2 * key_blocks)
+    assert (of_delta["num_q_blocks"], of_delta["more_semaphores"]) == (0, 2 * key_blocks)
+    assert (dk.fields["first_semaphore"], dv.fields["first_semaphore"]) == (0, key_blocks)
     for heads, more in (((8, 8), {}), ((8, 1), {"causal": False}), ((8, 1), {"deterministic": True})):
-        assert "semaphores" not in made(2, 8192, heads, **more).workspace
-    assert "semaphores" not in made(4, 8192, (8, 1)).workspace
-    assert "semaphores" not in made(2, 8192, (8, 1), window_size=(1023, 0)).workspace  # a wave of blocks that are alike
-    assert "semaphores" in made(1, 8192, (8, 1), window_size=(1023, 0)).workspace
+        assert "semaphores" not in by_rows(2, 8192, heads, **more).workspace
+    assert "semaphores" not in by_rows(4, 8192, (8, 1)).workspace
+    window = {"window_size": (1023, 0)}  # a wave of blocks that are alike
+    assert "semaphores" not in by_rows(2, 8192, (8, 1), **window).workspace
+    assert "semaphores" in by_rows(1, 8192, (8, 1), **window).workspace
     for queries, shares in ((256, True), (192, False)):  # with few, adding up takes longer
         few = backward(256, 256, dims=(2, queries, 8192, 8, 1), causal=True, diagonal_offset=0)
         assert ("semaphores" in few.workspace) == shares
 
 
 def test_kernels_by_rows_take_key_blocks_that_are_few_if_two_blocks_share_each() -> None:
-    def goes_by_rows(seqlen: int, **more: Any) -> bool:
-        made = backward(256, 256, dims=(1, seqlen, seqlen, 8, 1), **more)
-        return made.launches[-1].variant.source == "sm90/backward/backward_rows.cu"
+    def goes_by_rows(key_blocks: int, **more: Any) -> bool:
+        launches = backward(256, 256, dims=(1, key_blocks * KEY_ROWS, key_blocks * KEY_ROWS, 8, 1), **more).launches
+        return launches[-1].variant.source == "sm90/backward/backward_rows.cu"
 
-    # half as many blocks as there are SMs, or more: 33 key blocks, each for two, and 66
-    assert (goes_by_rows(33 * 128, causal=True), goes_by_rows(32 * 128, causal=True)) == (True, False)
-    assert (goes_by_rows(66 * 128), goes_by_rows(65 * 128)) == (True, False)
+    # half as many blocks as there are SMs, or more: two for each key block, or one
+    assert (goes_by_rows(SMS // 4, causal=True), goes_by_rows(SMS // 4 - 1, causal=True)) == (True, False)
+    assert (goes_by_rows(SMS // 2), goes_by_rows(SMS // 2 - 1)) == (True, False)
 
 
 def test_two_waves_of_blocks_that_share_query_heads_start_together() -> None:
-    for batch, seqlen, heads, together in ((2, 4096, 64, 2), (1, 8192, 128, 1), (2, 8192, 32, 2), (8, 1024, 64, 16)):
-        made = fields(128, 128, dims=(batch, seqlen, seqlen, heads, 8), causal=True)
-        assert made["parts_log2"] > 0
-        assert made["heads_in_l2"] == together
+    for batch, seqlen, heads in ((2, 4096, 64), (1, 8192, 128), (2, 8192, 32), (8, 1024, 64)):
+        launched = fields(128, 128, dims=(batch, seqlen, seqlen, heads, 8), causal=True)
+        together, blocks = launched["heads_in_l2"], seqlen // KEY_ROWS << launched["parts_log2"]
+        assert launched["parts_log2"] > 0
+        assert together == 1 or together * blocks <= PART_WAVES * SMS
+        assert together == 16 or 4 * together * blocks > PART_WAVES * SMS

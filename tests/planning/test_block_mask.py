@@ -13,8 +13,10 @@ import pytest
 from cuflash.mods import masks, scores
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.block_mask import (
+    BLOCKS_PER_SM,
     MAX_MASK_TILES,
     MAX_ORDERED,
+    WAVES,
     is_block_sparse,
     mask_tiles_launch,
     mask_tiles_shape,
@@ -34,6 +36,7 @@ from cuflash.problem.problem import Problem
 from cuflash.runtime.mod_params import mod_params
 
 A100 = DEVICES["sm_80"]
+LISTED = "list_lines", "list_stride_batch", "list_stride_head"
 IDS, ONE = np.zeros((2, 600), np.int32), np.zeros(3, np.int32)
 
 
@@ -162,39 +165,35 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask
     assert main.variant.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
     assert counts.variant.mod_code is None  # it is compiled once for all masks
     of_batch, of_head, of_row = strides_of(given)
-    assert counts.fields == {
-        "mask_tiles_batch": of_batch, "mask_tiles_head": of_head, "mask_tiles_row": of_row,
-        "num_q_blocks": 3, "num_k_blocks": 40,
-        "block_q": 128, "first_counter": 25, "deterministic": 0, "count_blocks": 3,
-        "list_lines": 1, "list_stride_batch": 0, "list_stride_head": 0,
-    }  # fmt: skip
-    assert counts.num_blocks == 3 + 40 // 8
-    sizes = {"tile_counts": 24, "key_order": 40, "step_counts": 40, "key_steps": 40 * 32, "semaphores": 24 + 2}
+    fields, tile = counts.fields, main.variant.tile
+    assert tuple(fields[f"mask_tiles_{name}"] for name in ("batch", "head", "row")) == (of_batch, of_head, of_row)
+    assert tile is not None
+    for rows, blocks, size in ((300, "num_q_blocks", tile.block_q), (5000, "num_k_blocks", tile.block_k)):
+        assert (fields[blocks] - 1) * size < rows <= fields[blocks] * size
+    assert main.fields.items() >= {name: fields[name] for name in (*LISTED, "num_q_blocks", "num_k_blocks")}.items()
+    tiles, key_blocks, warps = 2 * 4 * fields["num_q_blocks"], fields["num_k_blocks"], counts.variant.num_threads // 32
+    assert (fields["count_blocks"] - 1) * warps < tiles <= fields["count_blocks"] * warps  # a warp for each tile
+    lists = counts.num_blocks - fields["count_blocks"]
+    assert (lists - 1) * warps < key_blocks <= lists * warps  # and for each list
+    assert fields["num_q_blocks"] < 32 * fields["list_lines"]  # with the end of the list
+    sizes = {"tile_counts": tiles, "key_order": key_blocks, "step_counts": key_blocks, "semaphores": tiles + 2}
+    sizes["key_steps"] = 32 * fields["list_lines"] * key_blocks
     assert {name: made.workspace[name].size for name in sizes} == {name: 4 * size for name, size in sizes.items()}
     assert delta.fields["more_semaphores"] == 2  # the counters of what is taken, and of the order
-    assert {name: main.fields[name] for name in ("list_lines", "list_stride_batch", "list_stride_head")} == {
-        "list_lines": 1, "list_stride_batch": 0, "list_stride_head": 0}  # fmt: skip
+    assert fields["first_counter"] == tiles + 1
     assert ("mask_tiles" in made.workspace) != has_block_mask
 
 
 def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() -> None:
-    def listed(mask_mod: Any, **options: Any) -> tuple[int, int, int, int, int]:
+    def listed(mask_mod: Any, **options: Any) -> tuple[int, ...]:
         dims = (2, 300, options.pop("keys", 5000), 4)
         made = plan(problem(mask_mod, "backward", dims, **options), DEVICES["sm_90"])
         *_, delta, counts, main = made.launches
-        assert all(
-            main.fields[name] == counts.fields[name] for name in ("list_lines", "list_stride_batch", "list_stride_head")
-        )
+        assert all(main.fields[name] == counts.fields[name] for name in LISTED)
         sizes = (made.workspace[name].size if name in made.workspace else 0 for name in ("key_steps", "key_order"))
         of_each = 4 * 32 * main.fields["list_lines"], 4
         lists, orders = (size // each // main.fields["num_k_blocks"] for size, each in zip(sizes, of_each, strict=True))
-        return (
-            lists,
-            orders,
-            main.fields["list_stride_batch"],
-            main.fields["list_stride_head"],
-            delta.fields["more_semaphores"],
-        )
+        return lists, orders, *(main.fields[name] for name in LISTED[1:]), delta.fields["more_semaphores"]
 
     def of_all(b: Any, h: Any, q: Any, k: Any) -> Any:
         return k + 100 * h + 200 * b < q
@@ -211,23 +210,20 @@ def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() 
 
 
 def test_under_a_mask_as_many_blocks_as_there_are_multiprocessors_take_key_blocks_one_by_one() -> None:
-    def taken(mask_mod: Any, rows: int) -> tuple[int, int, int]:
+    num_sms = DEVICES["sm_90"].num_sms
+    for mask_mod, rows in ((of_keys, 2048), (of_keys, 300), (None, 4096)):
         main = plan(problem(mask_mod, "backward", (4, rows, rows, 8)), DEVICES["sm_90"]).launches[-1]
-        return main.num_blocks, main.fields["whole_blocks"], main.fields["key_blocks"]
+        if mask_mod is None:
+            assert main.num_blocks > num_sms
+        else:
+            assert (main.fields["whole_blocks"], main.fields["key_blocks"]) == (4 * 8 * -(-rows // 128), 1)
+            assert main.num_blocks == min(main.fields["whole_blocks"], num_sms)
 
-    assert taken(of_keys, 2048) == (132, 4 * 8 * 16, 1)
-    assert taken(of_keys, 300) == (96, 96, 1)
-    assert taken(None, 4096)[0] > 132
 
-
-@pytest.mark.parametrize(
-    ("head_dim", "rows", "together"), [(64, 8192, 8), (128, 8192, 4), (128, 16384, 2), (64, 1024, 16)]
-)
-def test_heads_that_start_together_under_a_mask_alone_touch_what_l2_holds(
-    head_dim: int, rows: int, together: int
-) -> None:
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, 8192), (128, 8192), (128, 16384), (64, 1024)])
+def test_heads_that_start_together_under_a_mask_alone_touch_what_l2_holds(head_dim: int, rows: int) -> None:
     given = problem(of_keys, "backward", (4, rows, rows, 16), head_dim=head_dim)
-    assert plan(given, DEVICES["sm_90"]).launches[-1].fields["heads_in_l2"] == together
+    together = plan(given, DEVICES["sm_90"]).launches[-1].fields["heads_in_l2"]
     touched = together * rows * head_dim * (2 * 2 + 2 * 2 + 4)
     assert touched <= 48 * 2**20 < 2 * touched or together == 16
 
@@ -235,16 +231,17 @@ def test_heads_that_start_together_under_a_mask_alone_touch_what_l2_holds(
 def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_them() -> None:
     given = problem(masks.segments(IDS), "backward")
     spilled: set[Variant] = set()
-    dims = []
+    tiles = []
     while (made := plan(given, DEVICES["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
         main = made.variant
         assert main is not None
         assert main.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
         assert isinstance(main.tile, WarpgroupBackwardTile)
-        dims.append((main.tile.head_dim, main.tile.k_steps))
+        tiles.append(main.tile)
         spilled.add(main)
-    assert dims[:2] == [(64, 2), (64, 0)]
-    assert dims == sorted(dims, key=lambda each: each[0])
+    assert tiles == sorted(tiles, key=lambda tile: tile.head_dim)  # at first those of its own head dims
+    assert tiles[0].head_dim == tiles[1].head_dim == 64
+    assert tiles[0].k_steps > tiles[1].k_steps
     assert [launch.variant.op for launch in made.launches] == ["delta", "backward"]
     assert made.launches[1].variant.mod_code == make_mod_code(given, keys_as_rows=True)
     assert not {"mask_tiles", "tile_counts"} & set(made.workspace)
@@ -264,7 +261,7 @@ def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() ->
     wide, narrow = made.variant.tile, plan(given, DEVICES["sm_90"], spilled={made.variant}).launches[2].variant
     assert isinstance(wide, WarpgroupRowsTile)
     assert isinstance(narrow.tile, WarpgroupRowsTile)
-    assert (wide.columns, narrow.tile.columns) == (64, 32)
+    assert wide.columns > narrow.tile.columns
     assert narrow.mod_code == make_mod_code(given, is_sparse=True)
     again = plan(given, DEVICES["sm_90"], spilled={made.variant, narrow})
     assert [launch.variant.mod_code for launch in again.launches[2:]] == [
@@ -280,7 +277,7 @@ def test_key_blocks_with_cells_share_no_steps() -> None:
                           (problem(masks.chunked(64), "backward", dims), False)):  # fmt: skip
         made = plan(given, DEVICES["sm_90"])
         assert (made.launches[-1].fields["shared_keys"] > 0) == shares
-        assert shares or made.launches[-1].fields["whole_blocks"] == 140
+        assert shares or made.launches[-1].fields["whole_blocks"] == dims[2] // 128
 
 
 def test_other_calls_find_none() -> None:
@@ -363,12 +360,13 @@ def test_cells_that_are_given_have_the_strides_of_their_shape() -> None:
 
 
 def test_a_warp_takes_several_cells_where_there_are_many() -> None:
-    for dims, blocks in (((1, 65, 200, 1), 1), ((1, 64 * 40, 64 * 40, 1), 200), ((1, 2**17, 2**17, 1), 4 * 8 * 108)):
-        given = problem(masks.chunked(64), dims=dims)
-        made = mask_tiles_launch(given, A100)
-        assert made is not None
-        assert made[0].num_blocks == blocks
-        assert made[0].fields["num_mask_tiles"] <= MAX_MASK_TILES <= MAX_GRID
+    for rows, keys in ((65, 200), (64 * 40, 64 * 40), (2**17, 2**17)):
+        planned = mask_tiles_launch(problem(masks.chunked(64), dims=(1, rows, keys, 1)), A100)
+        assert planned is not None
+        warps, tiles = planned[0].variant.num_threads // 32, planned[0].fields["num_mask_tiles"]
+        filled = WAVES * BLOCKS_PER_SM * A100.num_sms
+        assert planned[0].num_blocks == min(-(-tiles // warps), filled)
+        assert tiles <= MAX_MASK_TILES <= MAX_GRID
 
 
 def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:

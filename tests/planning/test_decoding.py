@@ -12,6 +12,8 @@ from cuflash.planning import decoding
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan
 from cuflash.planning.planner import plan
+from cuflash.planning.tiles_sm90 import GROUP_ROWS
+from cuflash.planning.variant import Variant
 
 
 def made(queries: int = 1, keys: int = 4096, heads: tuple[int, int] = (32, 8), batch: int = 4, **more: Any) -> Plan:
@@ -147,15 +149,17 @@ def test_keys_are_not_shared_where_bits_are_those_of_many_queries_or_weights_are
 
 
 def test_the_next_kernel_for_few_queries_is_taken_if_one_spills() -> None:
-    problem, found, spilled = mod_plan(score_mod=doubled).problem, [], []
-    for _ in range(5):
-        made = plan(problem, DEVICES["sm_90"], (), spilled)
-        variant = made.launches[0].variant
-        found.append((variant.source, getattr(variant.tile, "single", None), variant.tile.block_k))
-        spilled.append(variant)
+    problem, spilled = mod_plan(score_mod=doubled).problem, list[Variant]()
+    while not spilled or spilled[-1].of_warpgroups:
+        (launch,) = plan(problem, DEVICES["sm_90"], (), spilled).launches
+        assert launch.variant not in spilled
+        spilled.append(launch.variant)
     narrow, wide = "sm90/decode/narrow.cu", "sm90/decode/decode.cu"
-    assert found == [(narrow, True, 128), (narrow, False, 128), (wide, False, 128), (wide, False, 64),
-                     ("sm80/decode.cu", None, 64)]  # fmt: skip
+    assert list(dict.fromkeys(variant.source for variant in spilled)) == [narrow, wide, "sm80/decode.cu"]
+    tiles: list[Any] = [variant.tile for variant in spilled[:-1]]
+    assert [tile.single for tile in tiles] == [True, *[False] * (len(tiles) - 1)]
+    keys = [tile.block_k for tile in tiles if tile.block_q == GROUP_ROWS]
+    assert keys == sorted(keys, reverse=True)
 
 
 def test_few_sequences_that_are_not_packed_have_kernels_of_their_own() -> None:
@@ -186,10 +190,10 @@ def test_blocks_of_threads_with_one_piece_of_work_have_kernels_that_begin_early(
 
 def test_the_device_cuts_keys_unless_the_call_says_how() -> None:
     assert launched().fields["split_tiles"] == 0
-    assert launched(num_splits=1).fields["split_tiles"] == 4096 // 128
-    assert launched(num_splits=5).fields["split_tiles"] == 7  # of 32 tiles
-    assert launched(num_splits=99).fields["split_tiles"] == 1
-    assert launched(num_splits=5, split_size=256).fields["split_tiles"] == 4096 // 128  # one: see hopper.py
+    for splits, more in ((1, {}), (5, {}), (99, {}), (1, {"split_size": 256})):  # one by split_size: see hopper.py
+        launch = launched(**{"num_splits": splits} | more)
+        tiles, each = 4096 // launch.variant.tile.block_k, launch.fields["split_tiles"]
+        assert -(-tiles // each) == min(splits, tiles)
 
 
 def test_more_rows_than_kernels_count_are_not_shared_out() -> None:
@@ -210,8 +214,8 @@ def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:
 
 def test_the_workspace_holds_all_splits_that_the_device_may_make() -> None:
     slots = launched(batch=300).fields["max_slots"]
-    assert slots >= 8 * 132 + 300 * 8
-    assert launched(batch=4).fields["max_slots"] == 132  # each thread block has one at most
+    assert slots >= decoding.SPLITS_OF_A_BLOCK * DEVICES["sm_90"].num_sms + 300 * 8
+    assert launched(batch=4).fields["max_slots"] == DEVICES["sm_90"].num_sms  # each thread block has one at most
     assert made(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 2)
 
 

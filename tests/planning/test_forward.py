@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from plans import mod_problem, problem
@@ -25,28 +26,27 @@ def launched(*dims: int, op: str = "forward", **more: Any) -> Launch:
 
 
 def test_the_tile_is_chosen_by_the_keys_that_a_query_sees_on_average_under_a_mask() -> None:
-    def block_q(seqlen_k: int, **more: Any) -> int:
-        tile = launched(dims=(1, 4096, seqlen_k, 2, 2), **more).variant.tile
-        assert tile is not None
-        return tile.block_q
-
-    assert block_q(100) == block_q(4096) == 192  # without a mask
-    assert block_q(2289, causal=True) == 128  # 639.9 keys
-    assert block_q(2290, causal=True) == 192
-    assert block_q(3000, causal=True, diagonal_offset=-2000) == 128
-    assert block_q(4096, window_size=(300, 300)) == 128
-    assert block_q(4096, window_size=(700, 700)) == 192
+    windows: list[dict[str, Any]] = [{"window_size": (keys, keys)} for keys in (300, 700)]
+    causal: list[dict[str, Any]] = [{"causal": True}, {"causal": True, "diagonal_offset": -2000}]
+    tiles = set()
+    for seqlen_k, more in product((100, 2289, 2290, 3000, 4096), ({}, *causal, *windows)):  # 2289: just under 640 each
+        of = problem(dims=(1, 4096, seqlen_k, 2, 2), **more)
+        keys = MANY if of.mask.is_full else of.mask.num_visible() / 4096
+        (launch,) = plan(of, H100).launches
+        assert launch.variant.tile == choose("forward", 64, 64, keys, False)
+        tiles.add(launch.variant.tile)
+    assert len(tiles) == 2
 
 
 def test_tiles_are_counted_where_blocks_take_several_of_different_lengths() -> None:
     for op in ("forward", "lse"):
-        for batch, several in ((33, False), (34, True)):  # 132 and 136 tiles for 132 SMs
+        for batch, several in ((H100.num_sms // 4, False), (H100.num_sms // 4 + 1, True)):  # of 4 tiles each
             dims = batch, 128, 256, 4, 4
             assert launched(op=op, dims=dims, causal=True).counted == several
             assert launched(op=op, dims=dims, window_size=(9, -1)).counted == several
             full = launched(op=op, dims=dims)
             assert not full.counted
-            assert full.num_blocks == 132
+            assert full.num_blocks == H100.num_sms
     assert not plan(problem(dims=(34, 128, 256, 4, 4), causal=True), DEVICES["sm_80"]).launches[0].counted
 
 
@@ -56,7 +56,7 @@ def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2()
         return launched(128, 128, **of).fields["heads_in_l2"]
 
     assert together(1024, causal=False) == together(2**20) == 1
-    assert together(256) == 64 == 4 * 16  # all of them
+    assert together(256) == 4 * 16  # all of them
     assert together(256, (3, 3), batch=1) == 2  # a power of two
     for seqlen_k in (1024, 8192, 2**15):
         found, head_bytes = together(seqlen_k), 2 * seqlen_k * (128 + 128)
@@ -94,16 +94,16 @@ def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_tog
         made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", **varlen_kwargs, **more)
         return int(made.launches[0].fields["tail_parts"])
 
-    # Sequences with 132 query blocks, one an SM, and the rows behind them.
-    assert parts(64, 256) == 5 + 1  # each has 2 x 16
-    assert parts(32, 512) == parts(32, 500) == 3 + 1
-    assert parts(16, 1024) == parts(32, 512, window_size=(99, 9), causal=False) - 1 == 3
+    # Sequences with a query block for each SM, and the rows behind them.
+    for count, mean in ((64, 256), (32, 512), (32, 500), (16, 1024)):
+        sequences, blocks = parts(count, mean) - 1, 16 * -(-mean // 128)
+        assert (sequences - 1) * blocks < H100.num_sms <= sequences * blocks
+    assert parts(32, 512, window_size=(99, 9), causal=False) == parts(32, 512)
     assert parts(8, 2048) == 2 + 1  # two at least, as long as one has no more than two waves
     assert parts(4, 4096) == 0  # heads start in two sections
-    assert parts(4, 4096, heads=8) == 3
-    assert parts(4, 4097, heads=8, max_seqlen_k=4096) == 3
+    assert parts(4, 4096, heads=8) == parts(4, 4097, heads=8, max_seqlen_k=4096) == 2 + 1
     assert parts(4, 4225, heads=8, max_seqlen_k=4096) == 0
-    assert parts(500, 9, heads=1) == MOST_TAIL_PARTS == 32
+    assert parts(500, 9, heads=1) == MOST_TAIL_PARTS
     assert parts(1, 512) == parts(32, 512, causal=False) == parts(32, 512, head_dim=128) == 0
     assert parts(32, 512, cached=True) == 0
 

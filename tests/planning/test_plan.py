@@ -158,38 +158,35 @@ def test_blocks_cover_the_work_and_keep_to_the_workspace(op: str, arch: str, dat
 
 
 FEW, ONE = (replace(DEVICES[arch], num_sms=count) for arch, count in (("sm_90", 4), ("sm_80", 1)))
-# Problems that meet each way of dealing out work: its signs in the fields of the main launch.
-WAYS: dict[str, tuple[Problem, Device, dict[str, int]]] = {
-    "slices": (problem(300, 500), DEVICES["sm_90"], {"num_slices": 2}),
-    "splits": (problem(40, 72, "backward", dims=(1, 70, 90, 6, 2)), DEVICES["sm_80"], {"splits": 3}),
-    "shared_keys": (problem(64, 64, dims=(3, 2, 5000, 6, 3), causal=True), DEVICES["sm_80"], {"queries": 8}),
-    "shared_heads": (problem(128, 96, dims=(1, 1, 3000, 40, 1)), DEVICES["sm_86"], {"splits": 12, "head_parts": 3}),
-    "shared_window": (
-        problem(64, 64, "forward", dims=(1, 70, 5000, 3, 3), window_size=(2000, 30)),
-        DEVICES["sm_89"],
-        {"queries": 16},
-    ),
-    "uneven_splits": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1)), ONE, {"splits": 3}),
-    "shared": (problem(128, 128, "backward", dims=(1, 1024, 300, 5, 5)), FEW, {"shared_keys": 3, "whole_blocks": 12}),
-    "all_shared": (problem(128, 128, "backward", dims=(1, 512, 300, 2, 1)), FEW, {"shared_keys": 3, "whole_blocks": 0}),
-    "some_shared": (problem(96, 96, "backward", dims=(1, 500, 300, 9, 9)), FEW, {"key_blocks": 2, "shared_keys": 3}),
-    "tiles_of_80": (problem(128, 128, "backward", dims=(1, 8192, 130, 1, 1)), FEW, {"num_q_blocks": 103}),
-    "parts_of_heads": (problem(96, 96, "backward", dims=(1, 900, 300, 5, 1), causal=True), FEW, {"parts_log2": 2}),
-    "several": (problem(64, 64, "backward", dims=(2, 200, 700, 9, 9), causal=True), FEW, {"key_blocks": 2}),
-    "tiles": (problem(128, 128, dims=(3, 300, 300, 7, 7), causal=True), FEW, {"num_tiles": 63, "heads_in_l2": 16}),
-    "in_order": (problem(64, 64, "backward", dims=(1, 300, 300, 4, 2), deterministic=True), FEW, {"deterministic": 1}),
-    "dq_alone": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1), deterministic=True), ONE, {"splits": 1}),
-    "rows": (problem(256, 256, "backward", dims=(3, 300, 300, 9, 9), causal=True), FEW, {"heads_in_l2": 16}),
+# Problems that meet each way of dealing out work: its signs, which are fields of the main launch that are over 1.
+WAYS: dict[str, tuple[Problem, Device, str]] = {
+    "slices": (problem(300, 500), DEVICES["sm_90"], "num_slices"),
+    "splits": (problem(40, 72, "backward", dims=(1, 70, 90, 6, 2)), DEVICES["sm_80"], "splits"),
+    "shared_keys": (problem(64, 64, dims=(3, 2, 5000, 6, 3), causal=True), DEVICES["sm_80"], "splits queries"),
+    "shared_heads": (problem(128, 96, dims=(1, 1, 3000, 40, 1)), DEVICES["sm_86"], "splits head_parts"),
+    "shared_window": (problem(dims=(1, 70, 5000, 3, 3), window_size=(2000, 30)), DEVICES["sm_89"], "splits queries"),
+    "uneven_splits": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1)), ONE, "splits"),
+    "shared": (problem(128, 128, "backward", dims=(1, 1024, 300, 5, 5)), FEW, "shared_keys whole_blocks"),
+    "all_shared": (problem(128, 128, "backward", dims=(1, 512, 300, 2, 1)), FEW, "shared_keys"),
+    "some_shared": (problem(96, 96, "backward", dims=(1, 500, 300, 9, 9)), FEW, "key_blocks shared_keys"),
+    "tiles_of_80": (problem(128, 128, "backward", dims=(1, 8192, 130, 1, 1)), FEW, "num_q_blocks"),
+    "parts_of_heads": (problem(96, 96, "backward", dims=(1, 900, 300, 5, 1), causal=True), FEW, "parts_log2"),
+    "several": (problem(64, 64, "backward", dims=(2, 200, 700, 9, 9), causal=True), FEW, "key_blocks"),
+    "tiles": (problem(128, 128, dims=(3, 300, 300, 7, 7), causal=True), FEW, "num_tiles heads_in_l2"),
+    "in_order": (problem(64, 64, "backward", dims=(1, 300, 300, 4, 2), deterministic=True), FEW, ""),
+    "dq_alone": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1), deterministic=True), ONE, ""),
+    "rows": (problem(256, 256, "backward", dims=(3, 300, 300, 9, 9), causal=True), FEW, "heads_in_l2"),
 }
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way_of_dealing_out_work_covers_it(name: str) -> None:
     of, device, signs = WAYS[name]
-    made = plan(of, device)
-    fields = made.launches[min(1, len(made.launches) - 1)].fields
-    assert {sign: fields[sign] for sign in signs} == signs
-    check(made, of, device)
+    planned = plan(of, device)
+    fields = planned.launches[min(1, len(planned.launches) - 1)].fields
+    assert all(fields[sign] > 1 for sign in signs.split())
+    assert name != "all_shared" or fields["whole_blocks"] == 0
+    check(planned, of, device)
 
 
 LONG = st.one_of(st.integers(0, 2**30 - 4096), st.sampled_from([1, 2**20, 2**24, 2**29]))
