@@ -12,7 +12,6 @@ from plans import ARCHS, DTYPES, of_lengths, problem
 
 import cuflash
 from cuflash.errors import UnsupportedError
-from cuflash.mods.tracing.trace import trace
 from cuflash.planning.backward import backward_plan
 from cuflash.planning.delta import BLOCK_WORDS, DELTA_ROWS, MOD_BLOCK_WORDS, STATS_ROWS
 from cuflash.planning.device import DEVICES
@@ -21,9 +20,6 @@ from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, choose_backward
 from cuflash.planning.variant import Variant
-from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.mod_spec import make_mod_spec
-from cuflash.problem.operands import mod_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 
@@ -175,18 +171,12 @@ def test_few_packed_keys_of_wide_grouped_heads_are_shared_out_by_the_kernels_for
     assert of_lengths(256, 64, 256, heads=(16, 2)).fallback is None
 
 
-def mod_problem(head_dim: int, *, of_lengths: bool = False, **more: Any) -> Problem:
+def mod_problem(head_dim: int, dims: tuple[int, int, int, int, int] = (2, 300, 500, 4, 2), **arguments: Any) -> Problem:
     """A problem with score_mod, unless `score_mod` is None, and perhaps with sinks or dropout."""
-    score_mod = more.pop("score_mod", lambda score, b, h, q_idx, k_idx: score * score + (q_idx - k_idx))
-    has_sinks, drops = more.pop("has_sinks", False), more.get("dropout_p", 0.0) > 0
-    mod_spec = make_mod_spec(None if score_mod is None else trace(score_mod, "score_mod"), None, None, has_sinks, drops)
-    of = problem(head_dim, head_dim, op="backward", **more)
-    given = list(of.specs[: len(of.op.inputs)])
-    if of_lengths:
-        given += [None, None, None, ArraySpec.contiguous((of.batch,), "int32")]
-    given += [ArraySpec.contiguous((of.heads_q,), "float32")] if has_sinks else []
-    given += [ArraySpec.contiguous((1,), "int64")] if drops else []
-    return Problem.from_specs(mod_op("backward", of_lengths, mod_spec), given, of.options)
+    batch, seqlen_q, seqlen_k, heads, heads_kv = dims
+    q, k = (batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_kv, head_dim)
+    arguments = {"score_mod": lambda score, b, h, q_idx, k_idx: score * score + (q_idx - k_idx)} | arguments
+    return cuflash.plan(q, k, k, op="backward", dtype="bfloat16", device="cpu", **arguments).problem
 
 
 @DETERMINISTIC
@@ -220,9 +210,12 @@ def test_kernels_that_spill_registers_give_way_to_others_and_in_the_end_to_those
 
 def test_sinks_alone_change_nothing_of_backward() -> None:
     plain = backward(64, 64, arch="sm_90")
-    made = plan(mod_problem(64, score_mod=None, has_sinks=True), H100)
+    made = plan(mod_problem(64, score_mod=None, sinks=(4,)), H100)
     assert made.launches == plain.launches
-    assert plan(mod_problem(64, score_mod=None, dropout_p=0.5), H100).launches[1].variant.mod_code is not None
+    assert (
+        plan(mod_problem(64, score_mod=None, dropout_p=0.5, dropout_seed=1), H100).launches[1].variant.mod_code
+        is not None
+    )
 
 
 @DETERMINISTIC
@@ -230,10 +223,10 @@ def test_sinks_alone_change_nothing_of_backward() -> None:
 def test_sequences_of_several_lengths_have_the_same_kernels_with_mods(dim: int, deterministic: bool) -> None:
     """Delta tells more of each block of their rows, also where mask tiles would be of use in dense calls."""
     dims = (2, 8192, 8192, 2, 2)
-    of = mod_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic)
+    of = mod_problem(dim, seqused_k=(2,), dims=dims, deterministic=deterministic)
     made, plain = (
-        plan(mod_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic, **more), H100)
-        for more in ({}, {"score_mod": None, "has_sinks": True})
+        plan(mod_problem(dim, seqused_k=(2,), dims=dims, deterministic=deterministic, **more), H100)
+        for more in ({}, {"score_mod": None, "sinks": (2,)})
     )
     assert made.fallback is plain.fallback is None
     assert [x.variant.source for x in made.launches] == [x.variant.source for x in plain.launches]
@@ -253,7 +246,7 @@ def test_sequences_of_several_lengths_have_the_same_kernels_with_mods(dim: int, 
 
 
 def test_kernels_of_several_lengths_that_spill_give_way_too() -> None:
-    of, spilled = mod_problem(192, of_lengths=True, dims=(2, 8192, 8192, 2, 2)), set[Variant]()
+    of, spilled = mod_problem(192, seqused_k=(2,), dims=(2, 8192, 8192, 2, 2)), set[Variant]()
     while (made := backward_plan(of, H100, (), spilled)).fallback is None:
         assert not spilled.intersection(launch.variant for launch in made.launches)
         spilled.add(made.launches[-1].variant)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash.mods import masks, scores
+from cuflash.mods.language import position_of
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.block_mask import (
     BLOCKS_PER_SM,
@@ -29,8 +31,8 @@ from cuflash.planning.tile import rounded_up
 from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile
 from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.mod_spec import Bias, captured, make_mod_spec
-from cuflash.problem.operands import VARLEN_ARGS, Sizes, block_mask_op, mod_op
+from cuflash.problem.mod_spec import make_mod_spec
+from cuflash.problem.operands import Sizes, block_mask_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime.mod_params import mod_params
@@ -48,41 +50,30 @@ def of_keys(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return k_idx % 5 > 0
 
 
+def first_half(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return 2 * k_idx <= position_of(q_idx)
+
+
 def problem(
     mask_mod: Any = None,
-    op: str = "forward",
+    op: Any = "forward",
     dims: tuple[int, int, int, int] = (2, 300, 500, 4),
     varlen_kwargs: Mapping[str, tuple[int, ...]] | None = None,
-    bias: np.ndarray[Any, Any] | None = None,
     has_block_mask: bool = False,
-    score_mod: Any = None,
     head_dim: int = 64,
-    **options: Any,
+    **arguments: Any,
 ) -> Problem:
     """A call with a mask_mod. varlen_kwargs: shapes of the arrays of lengths; cu_seqlens mean packed rows."""
-    graphs = [None if f is None else trace(f, name) for f, name in ((score_mod, "score_mod"), (mask_mod, "mask_mod"))]
-    varies = None if bias is None else Bias(bias.dtype.name, tuple(n > 1 for n in bias.shape))
-    mod_spec = make_mod_spec(*graphs, varies, has_block_mask=has_block_mask)
     batch, seqlen_q, seqlen_k, heads = dims
     shapes = [(batch, rows, heads, head_dim) for rows in (seqlen_q, seqlen_k)]
     if varlen_kwargs is not None and "cu_seqlens_q" in varlen_kwargs:
         shapes = [shape[1:] for shape in shapes]
-    q, k = (ArraySpec.contiguous(shape, "bfloat16") for shape in shapes)
-    lse = ArraySpec.contiguous((batch, heads, seqlen_q), "float32")
-    given: list[ArraySpec | None] = {"forward": [q, k, k], "lse": [q, k], "backward": [q, k, k, q, q, lse, None]}[op]
-    if varlen_kwargs is not None:
-        given += [
-            ArraySpec.contiguous(varlen_kwargs[name], "int32") if name in varlen_kwargs else None
-            for name in VARLEN_ARGS
-        ]
-    given += [ArraySpec.contiguous(x.array.shape, x.dtype) for x in captured(graphs)]
-    given += [] if bias is None else [ArraySpec.contiguous(bias.shape, bias.dtype.name)]
+    q, k, v = *shapes, None if op == "lse" else shapes[1]
     if has_block_mask:
-        given.append(ArraySpec.contiguous((1, 1, -(-seqlen_q // 64), -(-seqlen_k // 64)), "int8"))
-    made = mod_op(op, varlen_kwargs is not None, mod_spec)
-    if has_block_mask:
-        made = mod_op(op, varlen_kwargs is not None, mod_spec, sizes=Sizes(1, 1, seqlen_q, seqlen_k))
-    return Problem.from_specs(made, given, Options(**options))
+        arguments["block_mask"] = cuflash.create_block_mask(mask_mod, 1, 1, seqlen_q, seqlen_k, like=IDS)
+    else:
+        arguments["mask_mod"] = mask_mod
+    return cuflash.plan(q, k, v, op=op, dtype="bfloat16", device="cpu", **varlen_kwargs or {}, **arguments).problem
 
 
 def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
@@ -316,12 +307,12 @@ USED = {"seqused_k": (2,)}
     ("mask_mod", "varlen_kwargs", "shape", "of_lengths", "of_call"),
     [
         (of_keys, None, (1, 1), False, 1),
-        (masks.causal, None, (1, 1), False, 1),
+        (first_half, None, (1, 1), False, 1),
         (of_heads, None, (1, 4), False, 1),
         (masks.segments(IDS), None, (2, 1), False, 1),
         (of_keys, USED, (1, 1), False, 0),
         (of_heads, PACKED, (1, 4), False, 0),
-        (masks.causal, USED, (2, 1), True, 1),
+        (first_half, USED, (2, 1), True, 1),
         (masks.prefix_lm(ONE), PACKED, (3, 1), True, 1),
     ],
 )

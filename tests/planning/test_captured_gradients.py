@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from plans import planned_with
 
-from cuflash.arrays.numpy import NUMPY
+import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.mods import scores
 from cuflash.mods.graph.derivative import differentiate
@@ -20,10 +20,7 @@ from cuflash.planning.captured_gradients import Term, sums_of, terms_of
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan
 from cuflash.planning.planner import plan
-from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.mod_spec import Bias, ModSpec, captured, make_mod_spec
-from cuflash.problem.operands import mod_op
-from cuflash.problem.options import Options
+from cuflash.problem.mod_spec import ModSpec, captured
 from cuflash.problem.problem import Problem
 from cuflash.reference.evaluate import evaluate, place_of
 
@@ -101,16 +98,10 @@ SINKS = {"sinks": SLOPES, "causal": True, "diagonal_offset": -20}
 
 
 def problem_of(call: Arrays, dtype: str = "float32", grads: tuple[int, ...] = (0,), **options: Any) -> Problem:
-    call = {**call, **options}
-    graph = trace(call.pop("score_mod"), "score_mod") if "score_mod" in call else None
-    bias, sinks = call.pop("bias", None), call.pop("sinks", None)
-    kind = None if bias is None else Bias(bias.dtype.name, tuple(n > 1 for n in bias.shape))
-    mod_spec = make_mod_spec(graph, None, kind, sinks is not None)
-    q, k = (ArraySpec.contiguous((BATCH, n, heads, DIM), dtype) for n, heads in ((ROWS, HEADS), (KEYS, HEADS_KV)))
-    given: list[ArraySpec | None] = [q, k, k, q, q, ArraySpec.contiguous((BATCH, HEADS, ROWS), "float32"), None]
-    more = [*(np.asarray(each.array) for each in captured([graph])), *(x for x in (bias, sinks) if x is not None)]
-    given += [NUMPY.spec("x", x) for x in more]
-    return Problem.from_specs(mod_op("backward", False, mod_spec, grads), given, Options(**call))
+    q, k = ((BATCH, rows, heads, DIM) for rows, heads in ((ROWS, HEADS), (KEYS, HEADS_KV)))
+    arrays = [*arrays_of(call), *(call[name] for name in ("sinks",) if name in call)]
+    options |= {**call, "captured_grads": [arrays[number] for number in grads] or None}
+    return cuflash.plan(q, k, k, op="backward", dtype=dtype, device="cpu", **options).problem
 
 
 def mod_spec_of_problem(of: Problem) -> ModSpec:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from cuflash.mods.tracing.trace import trace
+import cuflash
 from cuflash.planning import backward, forward, tiles_sm80
 from cuflash.planning.device import DEVICES
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import Plan
-from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.mod_spec import make_mod_spec
-from cuflash.problem.operands import mod_op
-from cuflash.problem.options import Options
-from cuflash.problem.problem import Problem
 
 
-def plan_of(op: str, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "sm_80", **options: bool) -> Plan:
+def plan_of(op: Any, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "sm_80", **options: Any) -> Plan:
     """The plan of a call whose scores fall with the distance, on the kernels for any GPU."""
-    mod_spec = make_mod_spec(trace(lambda score, b, h, q_idx, k_idx: score + 0.5 * (k_idx - q_idx), "score_mod"), None)
-    x = ArraySpec.contiguous((2, 100, 4, head_dim), dtype)
-    given = [x] * (5 if op == "backward" else 3)
-    problem = Problem.from_specs(mod_op(op, False, mod_spec), given, Options(**options))
+    mods = {"score_mod": lambda score, b, h, q_idx, k_idx: score + 0.5 * (k_idx - q_idx)}
+    x = (2, 100, 4, head_dim)
+    problem = cuflash.plan(x, x, x, op=op, dtype=dtype, device="cpu", **mods, **options).problem
     return (backward if op == "backward" else forward)._generic_plan(problem, DEVICES[arch], None)
 
 
