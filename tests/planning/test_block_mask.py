@@ -83,23 +83,17 @@ def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
             first, *others = made.launches
             assert len(made.launches) == count
             assert first.variant.op == "block_mask"
-            assert made.variant is not None
             assert made.variant.source == f"sm80/{op}.cu"  # the main kernel is the same as without mask tiles
             assert made.workspace["mask_tiles"].size == rounded_up(2 * 5 * 8, 128)
-            for launch in others:
-                code = launch.variant.mod_code
-                assert code is None or dict(code.constants)["BLOCK_SPARSE"] == 2
+            assert all(launch.variant.constants.get("BLOCK_SPARSE", 2) == 2 for launch in others)
 
 
 def test_forward_and_lse_on_hopper_find_them_too() -> None:
     for op in ("forward", "lse"):
         made = plan(problem(masks.segments(IDS), op), DEVICES["sm_90"])
         assert [launch.variant.op for launch in made.launches] == ["block_mask", op]
-        assert made.variant is not None
         assert made.variant.source == f"sm90/forward/{op}.cu"
-        code = made.variant.mod_code
-        assert code is not None
-        assert dict(code.constants)["BLOCK_SPARSE"] == 2
+        assert made.variant.constants["BLOCK_SPARSE"] == 2
         assert "mask_tiles" in made.workspace
 
 
@@ -114,11 +108,8 @@ def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> 
     paged = plan(problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), DEVICES["sm_90"])
     assert [launch.variant.op for launch in paged.launches] == [op]
     for made, is_sparse in ((packed, 2), (paged, 0)):
-        assert made.variant is not None
         assert (made.variant.source, made.variant.is_varlen, made.fallback) == (f"sm90/forward/{op}.cu", True, None)
-        code = made.variant.mod_code
-        assert code is not None
-        assert dict(code.constants)["BLOCK_SPARSE"] == is_sparse
+        assert made.variant.constants["BLOCK_SPARSE"] == is_sparse
         assert ("mask_tiles" in made.workspace) == (is_sparse > 0)
 
 
@@ -135,11 +126,9 @@ def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_th
     spilled: set[Variant] = set()
     for _ in range(4):
         made = plan(given, DEVICES["sm_90"], spilled=spilled).variant
-        assert made is not None
         assert (made.source, made.is_varlen, made in spilled) == ("sm90/forward/forward.cu", True, False)
         spilled.add(made)
     found = plan(given, DEVICES["sm_90"], spilled=spilled)
-    assert found.variant is not None
     assert found.variant.source == "sm80/forward.cu"
     assert "registers" in (found.fallback or "")
 
@@ -158,7 +147,6 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask
     of_batch, of_head, of_row = strides_of(given)
     fields, tile = counts.fields, main.variant.tile
     assert tuple(fields[f"mask_tiles_{name}"] for name in ("batch", "head", "row")) == (of_batch, of_head, of_row)
-    assert tile is not None
     for rows, blocks, size in ((300, "num_q_blocks", tile.block_q), (5000, "num_k_blocks", tile.block_k)):
         assert (fields[blocks] - 1) * size < rows <= fields[blocks] * size
     assert main.fields.items() >= {name: fields[name] for name in (*LISTED, "num_q_blocks", "num_k_blocks")}.items()
@@ -225,7 +213,6 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
     tiles = []
     while (made := plan(given, DEVICES["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
         main = made.variant
-        assert main is not None
         assert main.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
         assert isinstance(main.tile, WarpgroupBackwardTile)
         tiles.append(main.tile)
@@ -295,7 +282,7 @@ def test_cells_that_are_given_are_used_and_not_found_again() -> None:
     # A mask of bools hides more than the block mask knows of, so that a full mask tile is not one of both.
     both = problem(masks.chunked(64), has_block_mask=True, bias=np.zeros((2, 1, 300, 500), bool))
     found = problem(masks.chunked(64), bias=np.zeros((2, 1, 300, 500), bool))
-    kinds = [dict(make_mod_code(each, is_sparse=True).constants)["BLOCK_SPARSE"] for each in (given, both, found)]  # type: ignore[union-attr]
+    kinds = [dict(make_mod_code(each, is_sparse=True).constants)["BLOCK_SPARSE"] for each in (given, both, found)]
     assert kinds == [2, 1, 2]
 
 
@@ -322,7 +309,6 @@ def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
     given = problem(mask_mod, varlen_kwargs=varlen_kwargs)
     assert mask_tiles_shape(given) == (*shape, 5, 8)
     made = mask_tiles_launch(given, A100)
-    assert made is not None
     launch, floats = made
     assert 4 * floats == rounded_up(math.prod(shape) * 40, 128)  # what lies behind them is copied 16 bytes at a time
     assert launch.variant.is_varlen == of_lengths
@@ -336,7 +322,6 @@ def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
 def strides_of(given: Problem) -> tuple[int, int, int]:
     """From sequence to sequence, from head to head, and from row to row, as kernels read them."""
     code = make_mod_code(given)
-    assert code is not None
     packed = bytearray(8 * code.words)
     places = mod_params(given, packed, 0)
     (word,) = [word for name, word in places.workspace if name == "mask_tiles"] or [
@@ -353,7 +338,6 @@ def test_cells_that_are_given_have_the_strides_of_their_shape() -> None:
 def test_a_warp_takes_several_cells_where_there_are_many() -> None:
     for rows, keys in ((65, 200), (64 * 40, 64 * 40), (2**17, 2**17)):
         planned = mask_tiles_launch(problem(masks.chunked(64), dims=(1, rows, keys, 1)), A100)
-        assert planned is not None
         warps, tiles = planned[0].variant.num_threads // 32, planned[0].fields["num_mask_tiles"]
         filled = WAVES * BLOCKS_PER_SM * A100.num_sms
         assert planned[0].num_blocks == min(-(-tiles // warps), filled)

@@ -20,7 +20,7 @@ from cuflash.planning.captured_gradients import Term, sums_of, terms_of
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan
 from cuflash.planning.planner import plan
-from cuflash.problem.mod_spec import ModSpec, captured
+from cuflash.problem.mod_spec import captured
 from cuflash.problem.problem import Problem
 from cuflash.reference.evaluate import evaluate, place_of
 
@@ -104,11 +104,6 @@ def problem_of(call: Arrays, dtype: str = "float32", grads: tuple[int, ...] = (0
     return cuflash.plan(q, k, k, op="backward", dtype=dtype, device="cpu", **options).problem
 
 
-def mod_spec_of_problem(of: Problem) -> ModSpec:
-    assert of.op.mod_spec is not None
-    return of.op.mod_spec
-
-
 def arrays_of(call: Arrays) -> list[Any]:
     graph = trace(call["score_mod"], "score_mod") if "score_mod" in call else None
     return [np.asarray(each.array) for each in captured([graph])] + [x for x in (call.get("bias"),) if x is not None]
@@ -119,8 +114,7 @@ INPUTS = {**dict(zip(NAMES, np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS], strict=True)
 
 def gradient(of: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
     """What the array gets by the definition, as in cuflash/reference/mods.py."""
-    arrays, score = arrays_of(call), mod_spec_of_problem(of).score
-    assert score is not None
+    arrays, score = arrays_of(call), of.op.mod_spec.score
     total = np.zeros(arrays[0].shape)
     for load, derivative in differentiate(score).items():
         if load.op == "load":
@@ -134,7 +128,6 @@ def gradient(of: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
 def summed(launch: Launch, term: Term, of: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
     """The tables that a launch of backward_mods leaves, (tables, places of a table)."""
     f, tile = launch.fields, launch.variant.tile
-    assert tile is not None
     indices = [index for axis, index in enumerate(term.load.arguments) if axis in _looked_up(term, of, call)]
     slope, *places = evaluate([term.derivative, *indices], INPUTS | {"score": raw}, arrays_of(call), np.float64)
     values = ds * slope
@@ -191,7 +184,7 @@ def added(f: Any, tables: Any, total: Any) -> Any:
 def done(made: Plan, call: Arrays, ds: Any, raw: Any) -> Any:
     """The gradient that the launches of a plan make."""
     of, launches = made.problem, [x for x in made.launches if x.variant.op in ("backward_mods", "sum_tables")]
-    terms, (shape, _) = iter(terms_of(mod_spec_of_problem(of))[0]), of.outputs[3]
+    terms, (shape, _) = iter(terms_of(of.op.mod_spec)[0]), of.outputs[3]
     tables, total = np.zeros((0, 0)), np.zeros(1)
     for launch in launches:
         f = launch.fields
@@ -203,9 +196,7 @@ def done(made: Plan, call: Arrays, ds: Any, raw: Any) -> Any:
                 tables = tables.sum(0, keepdims=True)
             size, per_warp = made.workspace[launch.aliases["tables"]].size // 4, 1
             if f["table_places"] and not f["adds_atomically"]:
-                tile = launch.variant.tile
-                assert tile is not None
-                per_warp = tile.warps
+                per_warp = launch.variant.tile.warps
             assert size == tables.size * per_warp
         elif not launch.aliases.get("result", "").endswith("_tables"):
             assert f["table_step"] == tables.shape[1]
@@ -223,7 +214,7 @@ def test_launches_make_the_gradient_of_the_definition(name: str, atomic: bool) -
     ds, raw = random.standard_normal((2, BATCH, HEADS, ROWS, KEYS)) * seen
     with planned_with(captured_gradients, MOST_TABLE_BYTES=64 if atomic else 2**26):
         made = plan(of, DEVICES["sm_80"])
-    terms = terms_of(mod_spec_of_problem(made.problem))[0]
+    terms = terms_of(made.problem.op.mod_spec)[0]
     lengths = dict(zip(NAMES, (BATCH, HEADS, ROWS, KEYS), strict=True))
     found = [sums_of(term, made.problem.outputs[3][0], lengths) for term in terms]
     assert sorted((" ".join(x.separate_axes), bool(x.gathered_axes)) for x in found) == sorted(wanted)

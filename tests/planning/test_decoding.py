@@ -87,7 +87,6 @@ def test_more_rows_are_cut_into_blocks_of_a_warp_where_merging_takes_longer_than
 def test_lengths_that_are_all_alike_come_with_the_mask_of_the_call(mask: dict[str, Any]) -> None:
     plan = cuflash.plan((2, 5, 8, 64), (2, 4096, 2, 64), (2, 4096, 2, 64), dtype="bfloat16", device="sm_90", **mask)
     varlen = plan.problem.seqlen_info
-    assert varlen is not None
     assert (varlen.batch_q, varlen.rows_q, varlen.batch_k, varlen.rows_k) == (2, 5, 2, 4096)
     assert varlen.mask(5, 4096) == plan.problem.mask
 

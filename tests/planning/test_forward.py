@@ -130,7 +130,6 @@ def test_kernels_mods_that_spill_are_not_taken() -> None:
         assert len({(tile.head_dim, tile.head_dim_v) for tile in tiles}) == 1
         assert tiles[0] == choose(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False)
         assert sources[-1] == f"sm80/{op}.cu"
-        assert made.fallback is not None
         assert "registers" in made.fallback
 
 

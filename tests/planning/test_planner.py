@@ -116,9 +116,7 @@ def test_the_public_plan_takes_arrays_and_every_argument_of_the_calls() -> None:
     )
     out = np.zeros((2, 300, 4, 96 + 1), np.float16)[..., :96]
     made = cuflash.plan(q, k, v, out=out, device="sm_90")
-    assert made.variant is not None
     assert not made.variant.of_warpgroups
-    assert made.fallback is not None
     assert "strides of out" in made.fallback
 
 

@@ -54,7 +54,6 @@ def test_head_dims_up_to_the_last_row_have_tiles(capped: bool) -> None:
         for most, tiles in zip((256, 128, 256), (found[:1], found[1:2], found[2]), strict=True):
             assert (None in tiles or not tiles) == (max(dims) > most)
             for tile in tiles if max(dims) <= most else ():
-                assert tile is not None
                 assert (tile.head_dim >= dims[0], tile.head_dim_v >= dims[1]) == (True, True)
                 assert tile.softcap in (None, capped)
         assert [tile.gradient for tile in found[2]] in ([], list(GRADIENTS))
@@ -78,8 +77,6 @@ def test_a_row_for_few_keys_or_many_queries_is_chosen_up_to_its_limit(capped: bo
 def test_lse_has_the_row_of_forward_for_many_keys_without_v(capped: bool) -> None:
     for head_dim in range(1, 257):
         row, forward = choose("lse", head_dim, 0, MANY, capped), choose("forward", head_dim, 1, MANY, capped)
-        assert row is not None
-        assert forward is not None
         assert (row.head_dim_v, row.out_panels, row.ping_pong, row.max_keys) == (0, 0, False, None)
         assert choose("lse", head_dim, 0, 1.0, capped) == row  # for any number of keys
         assert head_dim <= row.head_dim == forward.head_dim
