@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plans import of_lengths, problem
+from plans import of_lengths
+from plans import problem as make_problem
 
 from cuflash.planning.backward import MOST_PARTS, SHORT_KEYS, SHORT_WAVES, SORTED_WAVES
 from cuflash.planning.backward_schedule import (
@@ -20,14 +21,14 @@ from cuflash.planning.backward_schedule import (
 from cuflash.planning.delta import DELTA_HEADS
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan, blocks_of
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 
 H100 = DEVICES["sm_90"]
 SMS = H100.num_sms
 
 
 def backward(*head_dims: int, **more: Any) -> Plan:
-    return plan(problem(*head_dims, op="backward", **more), H100)
+    return make_plan(make_problem(*head_dims, op="backward", **more), H100)
 
 
 def main_launch(*head_dims: int, **more: Any) -> Launch:
@@ -141,7 +142,7 @@ def test_larger_head_dims_take_key_blocks_of_one_sequence_at_a_time() -> None:
 @pytest.mark.parametrize("num_sms", [114, 132, 78])
 def test_a_wave_of_key_blocks_is_that_of_the_gpu_or_nearly(num_sms: int) -> None:
     problem = of_lengths(64, 32, 512, (32, 32)).problem
-    together, sequences = heads_and_sequences(plan(problem, replace(H100, num_sms=num_sms)))
+    together, sequences = heads_and_sequences(make_plan(problem, replace(H100, num_sms=num_sms)))
     assert num_sms / 1.5 < together * sequences < 1.5 * num_sms
 
 

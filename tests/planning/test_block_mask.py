@@ -26,7 +26,7 @@ from cuflash.planning.block_mask import (
 from cuflash.planning.device import DEVICES
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.planning.tile import rounded_up
 from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile
 from cuflash.planning.variant import Variant
@@ -54,7 +54,7 @@ def first_half(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return 2 * k_idx <= position_of(q_idx)
 
 
-def problem(
+def make_problem(
     mask_mod: Any = None,
     op: Any = "forward",
     dims: tuple[int, int, int, int] = (2, 300, 500, 4),
@@ -79,72 +79,73 @@ def problem(
 def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
     for op, count in (("forward", 2), ("lse", 2), ("backward", 4)):
         for options in ({}, {"deterministic": True}) if op == "backward" else ({},):
-            made = plan(problem(masks.segments(IDS), op, **options), A100)
-            first, *others = made.launches
-            assert len(made.launches) == count
+            plan = make_plan(make_problem(masks.segments(IDS), op, **options), A100)
+            first, *others = plan.launches
+            assert len(plan.launches) == count
             assert first.variant.op == "block_mask"
-            assert made.variant.source == f"sm80/{op}.cu"  # the main kernel is the same as without mask tiles
-            assert made.workspace["mask_tiles"].size == rounded_up(2 * 5 * 8, 128)
+            assert plan.variant.source == f"sm80/{op}.cu"  # the main kernel is the same as without mask tiles
+            assert plan.workspace["mask_tiles"].size == rounded_up(2 * 5 * 8, 128)
             assert all(launch.variant.constants.get("BLOCK_SPARSE", 2) == 2 for launch in others)
 
 
 def test_forward_and_lse_on_hopper_find_them_too() -> None:
     for op in ("forward", "lse"):
-        made = plan(problem(masks.segments(IDS), op), DEVICES["sm_90"])
-        assert [launch.variant.op for launch in made.launches] == ["block_mask", op]
-        assert made.variant.source == f"sm90/forward/{op}.cu"
-        assert made.variant.constants["BLOCK_SPARSE"] == 2
-        assert "mask_tiles" in made.workspace
+        plan = make_plan(make_problem(masks.segments(IDS), op), DEVICES["sm_90"])
+        assert [launch.variant.op for launch in plan.launches] == ["block_mask", op]
+        assert plan.variant.source == f"sm90/forward/{op}.cu"
+        assert plan.variant.constants["BLOCK_SPARSE"] == 2
+        assert "mask_tiles" in plan.workspace
 
 
 @pytest.mark.parametrize("op", ["forward", "lse"])
 def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> None:
-    packed = plan(
-        problem(masks.segments(IDS), op, varlen_kwargs={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}), DEVICES["sm_90"]
+    packed = make_plan(
+        make_problem(masks.segments(IDS), op, varlen_kwargs={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}),
+        DEVICES["sm_90"],
     )
     assert [launch.variant.op for launch in packed.launches] == ["block_mask", op]
     many = 2, 300, 500, 64  # why so many heads: keys are not shared among thread blocks then
     varlen_kwargs = {"page_table": (2, 3), "seqused_k": (2,)}
-    paged = plan(problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), DEVICES["sm_90"])
+    paged = make_plan(make_problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), DEVICES["sm_90"])
     assert [launch.variant.op for launch in paged.launches] == [op]
-    for made, is_sparse in ((packed, 2), (paged, 0)):
-        assert (made.variant.source, made.variant.is_varlen, made.fallback) == (f"sm90/forward/{op}.cu", True, None)
-        assert made.variant.constants["BLOCK_SPARSE"] == is_sparse
-        assert ("mask_tiles" in made.workspace) == (is_sparse > 0)
+    for plan, is_sparse in ((packed, 2), (paged, 0)):
+        assert (plan.variant.source, plan.variant.is_varlen, plan.fallback) == (f"sm90/forward/{op}.cu", True, None)
+        assert plan.variant.constants["BLOCK_SPARSE"] == is_sparse
+        assert ("mask_tiles" in plan.workspace) == (is_sparse > 0)
 
 
 def test_two_heads_that_may_have_other_cells_are_not_dealt_together() -> None:
     varlen_kwargs = {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}
     alibi = scores.alibi(np.ones(4, np.float32))
     for functions, pairs in (({"mask_mod": masks.segments(IDS)}, 0), ({"score_mod": alibi}, 1)):
-        given = problem(**functions, varlen_kwargs=varlen_kwargs)
-        assert plan(given, DEVICES["sm_90"]).launches[-1].fields["in_pairs"] == pairs
+        problem = make_problem(**functions, varlen_kwargs=varlen_kwargs)
+        assert make_plan(problem, DEVICES["sm_90"]).launches[-1].fields["in_pairs"] == pairs
 
 
 def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_then_for_those_of_any_gpu() -> None:
-    given = problem(score_mod=scores.alibi(np.ones(4, np.float32)), varlen_kwargs={"seqused_k": (2,)})
+    problem = make_problem(score_mod=scores.alibi(np.ones(4, np.float32)), varlen_kwargs={"seqused_k": (2,)})
     spilled: set[Variant] = set()
     for _ in range(4):
-        made = plan(given, DEVICES["sm_90"], spilled=spilled).variant
-        assert (made.source, made.is_varlen, made in spilled) == ("sm90/forward/forward.cu", True, False)
-        spilled.add(made)
-    found = plan(given, DEVICES["sm_90"], spilled=spilled)
-    assert found.variant.source == "sm80/forward.cu"
-    assert "registers" in (found.fallback or "")
+        variant = make_plan(problem, DEVICES["sm_90"], spilled=spilled).variant
+        assert (variant.source, variant.is_varlen, variant in spilled) == ("sm90/forward/forward.cu", True, False)
+        spilled.add(variant)
+    plan = make_plan(problem, DEVICES["sm_90"], spilled=spilled)
+    assert plan.variant.source == "sm80/forward.cu"
+    assert "registers" in (plan.fallback or "")
 
 
 @pytest.mark.parametrize("has_block_mask", [False, True])
 def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask: bool) -> None:
-    given = problem(masks.chunked(64), "backward", (2, 300, 5000, 4), has_block_mask=has_block_mask)
-    made = plan(given, DEVICES["sm_90"])
-    *found, delta, counts, main = made.launches
-    assert [launch.variant.op for launch in found] == ([] if has_block_mask else ["block_mask"])
+    problem = make_problem(masks.chunked(64), "backward", (2, 300, 5000, 4), has_block_mask=has_block_mask)
+    plan = make_plan(problem, DEVICES["sm_90"])
+    *first, delta, counts, main = plan.launches
+    assert [launch.variant.op for launch in first] == ([] if has_block_mask else ["block_mask"])
     assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "tile_counts", "backward"]
-    assert made.variant is main.variant
+    assert plan.variant is main.variant
     assert main.variant.source == "sm90/backward/backward.cu"
-    assert main.variant.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
+    assert main.variant.mod_code == make_mod_code(problem, keys_as_rows=True, is_sparse=True)
     assert counts.variant.mod_code is None  # it is compiled once for all masks
-    of_batch, of_head, of_row = strides_of(given)
+    of_batch, of_head, of_row = strides_of(problem)
     fields, tile = counts.fields, main.variant.tile
     assert tuple(fields[f"mask_tiles_{name}"] for name in ("batch", "head", "row")) == (of_batch, of_head, of_row)
     for rows, blocks, size in ((300, "num_q_blocks", tile.block_q), (5000, "num_k_blocks", tile.block_k)):
@@ -157,19 +158,19 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask
     assert fields["num_q_blocks"] < 32 * fields["list_lines"]  # with the end of the list
     sizes = {"tile_counts": tiles, "key_order": key_blocks, "step_counts": key_blocks, "semaphores": tiles + 2}
     sizes["key_steps"] = 32 * fields["list_lines"] * key_blocks
-    assert {name: made.workspace[name].size for name in sizes} == {name: 4 * size for name, size in sizes.items()}
+    assert {name: plan.workspace[name].size for name in sizes} == {name: 4 * size for name, size in sizes.items()}
     assert delta.fields["more_semaphores"] == 2  # the counters of what is taken, and of the order
     assert fields["first_counter"] == tiles + 1
-    assert ("mask_tiles" in made.workspace) != has_block_mask
+    assert ("mask_tiles" in plan.workspace) != has_block_mask
 
 
 def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() -> None:
     def listed(mask_mod: Any, **options: Any) -> tuple[int, ...]:
         dims = (2, 300, options.pop("keys", 5000), 4)
-        made = plan(problem(mask_mod, "backward", dims, **options), DEVICES["sm_90"])
-        *_, delta, counts, main = made.launches
+        plan = make_plan(make_problem(mask_mod, "backward", dims, **options), DEVICES["sm_90"])
+        *_, delta, counts, main = plan.launches
         assert all(main.fields[name] == counts.fields[name] for name in LISTED)
-        sizes = (made.workspace[name].size if name in made.workspace else 0 for name in ("key_steps", "key_order"))
+        sizes = (plan.workspace[name].size if name in plan.workspace else 0 for name in ("key_steps", "key_order"))
         of_each = 4 * 32 * main.fields["list_lines"], 4
         lists, orders = (size // each // main.fields["num_k_blocks"] for size, each in zip(sizes, of_each, strict=True))
         return lists, orders, *(main.fields[name] for name in LISTED[1:]), delta.fields["more_semaphores"]
@@ -191,7 +192,7 @@ def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() 
 def test_under_a_mask_as_many_blocks_as_there_are_multiprocessors_take_key_blocks_one_by_one() -> None:
     num_sms = DEVICES["sm_90"].num_sms
     for mask_mod, rows in ((of_keys, 2048), (of_keys, 300), (None, 4096)):
-        main = plan(problem(mask_mod, "backward", (4, rows, rows, 8)), DEVICES["sm_90"]).launches[-1]
+        main = make_plan(make_problem(mask_mod, "backward", (4, rows, rows, 8)), DEVICES["sm_90"]).launches[-1]
         if mask_mod is None:
             assert main.num_blocks > num_sms
         else:
@@ -201,49 +202,49 @@ def test_under_a_mask_as_many_blocks_as_there_are_multiprocessors_take_key_block
 
 @pytest.mark.parametrize(("head_dim", "rows"), [(64, 8192), (128, 8192), (128, 16384), (64, 1024)])
 def test_heads_that_start_together_under_a_mask_alone_touch_what_l2_holds(head_dim: int, rows: int) -> None:
-    given = problem(of_keys, "backward", (4, rows, rows, 16), head_dim=head_dim)
-    together = plan(given, DEVICES["sm_90"]).launches[-1].fields["heads_in_l2"]
+    problem = make_problem(of_keys, "backward", (4, rows, rows, 16), head_dim=head_dim)
+    together = make_plan(problem, DEVICES["sm_90"]).launches[-1].fields["heads_in_l2"]
     touched = together * rows * head_dim * (2 * 2 + 2 * 2 + 4)
     assert touched <= 48 * 2**20 < 2 * touched or together == 16
 
 
 def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_them() -> None:
-    given = problem(masks.segments(IDS), "backward")
+    problem = make_problem(masks.segments(IDS), "backward")
     spilled: set[Variant] = set()
     tiles = []
-    while (made := plan(given, DEVICES["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
-        main = made.variant
-        assert main.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
+    while (plan := make_plan(problem, DEVICES["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
+        main = plan.variant
+        assert main.mod_code == make_mod_code(problem, keys_as_rows=True, is_sparse=True)
         assert isinstance(main.tile, WarpgroupBackwardTile)
         tiles.append(main.tile)
         spilled.add(main)
     assert tiles == sorted(tiles, key=lambda tile: tile.head_dim)  # at first those of its own head dims
     assert tiles[0].head_dim == tiles[1].head_dim == 64
     assert tiles[0].k_steps > tiles[1].k_steps
-    assert [launch.variant.op for launch in made.launches] == ["delta", "backward"]
-    assert made.launches[1].variant.mod_code == make_mod_code(given, keys_as_rows=True)
-    assert not {"mask_tiles", "tile_counts"} & set(made.workspace)
+    assert [launch.variant.op for launch in plan.launches] == ["delta", "backward"]
+    assert plan.launches[1].variant.mod_code == make_mod_code(problem, keys_as_rows=True)
+    assert not {"mask_tiles", "tile_counts"} & set(plan.workspace)
 
 
 def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() -> None:
-    given = problem(masks.segments(IDS), "backward", head_dim=192)
-    made = plan(given, DEVICES["sm_90"])
-    assert [launch.variant.op for launch in made.launches] == [
+    problem = make_problem(masks.segments(IDS), "backward", head_dim=192)
+    plan = make_plan(problem, DEVICES["sm_90"])
+    assert [launch.variant.op for launch in plan.launches] == [
         "block_mask", "delta", "backward_dq", "backward_dk", "backward_dv"
     ]  # fmt: skip
-    for launch in made.launches[2:]:
+    for launch in plan.launches[2:]:
         assert launch.variant.mod_code == make_mod_code(
-            given, keys_as_rows=launch.variant.op != "backward_dq", is_sparse=True
+            problem, keys_as_rows=launch.variant.op != "backward_dq", is_sparse=True
         )
-    assert made.variant is made.launches[2].variant
-    wide, narrow = made.variant.tile, plan(given, DEVICES["sm_90"], spilled={made.variant}).launches[2].variant
+    assert plan.variant is plan.launches[2].variant
+    wide, narrow = plan.variant.tile, make_plan(problem, DEVICES["sm_90"], spilled={plan.variant}).launches[2].variant
     assert isinstance(wide, WarpgroupRowsTile)
     assert isinstance(narrow.tile, WarpgroupRowsTile)
     assert wide.columns > narrow.tile.columns
-    assert narrow.mod_code == make_mod_code(given, is_sparse=True)
-    again = plan(given, DEVICES["sm_90"], spilled={made.variant, narrow})
+    assert narrow.mod_code == make_mod_code(problem, is_sparse=True)
+    again = make_plan(problem, DEVICES["sm_90"], spilled={plan.variant, narrow})
     assert [launch.variant.mod_code for launch in again.launches[2:]] == [
-        make_mod_code(given), *(launch.variant.mod_code for launch in made.launches[3:])
+        make_mod_code(problem), *(launch.variant.mod_code for launch in plan.launches[3:])
     ]  # fmt: skip
 
 
@@ -251,38 +252,38 @@ def test_key_blocks_with_cells_share_no_steps() -> None:
     """With a bias, key blocks beyond the first wave of the same calls do."""
     dims = (1, 4096, 128 * 140, 1)
     bias = np.zeros((1, 1, 4096, 1), np.float32)
-    for given, shares in ((problem(None, "backward", dims, bias=bias), True),
-                          (problem(masks.chunked(64), "backward", dims), False)):  # fmt: skip
-        made = plan(given, DEVICES["sm_90"])
-        assert (made.launches[-1].fields["shared_keys"] > 0) == shares
-        assert shares or made.launches[-1].fields["whole_blocks"] == dims[2] // 128
+    for problem, shares in ((make_problem(None, "backward", dims, bias=bias), True),
+                            (make_problem(masks.chunked(64), "backward", dims), False)):  # fmt: skip
+        plan = make_plan(problem, DEVICES["sm_90"])
+        assert (plan.launches[-1].fields["shared_keys"] > 0) == shares
+        assert shares or plan.launches[-1].fields["whole_blocks"] == dims[2] // 128
 
 
 def test_other_calls_find_none() -> None:
     bias = np.zeros((2, 4, 300, 500), np.float32)
-    for given in (
-        problem(score_mod=scores.alibi(np.ones(4, np.float32))),
-        problem(bias=bias),
-        problem(lambda b, h, q_idx, k_idx: k_idx >= 0),  # all is seen
-        problem(masks.chunked(64), dims=(2, 300, 128, 4)),  # few keys
-        problem(masks.segments(IDS), dims=(64, 2**15, 2**16, 1)),  # many mask tiles
-        problem(masks.chunked(64), dims=(2, 0, 500, 4)),  # none
+    for problem in (
+        make_problem(score_mod=scores.alibi(np.ones(4, np.float32))),
+        make_problem(bias=bias),
+        make_problem(lambda b, h, q_idx, k_idx: k_idx >= 0),  # all is seen
+        make_problem(masks.chunked(64), dims=(2, 300, 128, 4)),  # few keys
+        make_problem(masks.segments(IDS), dims=(64, 2**15, 2**16, 1)),  # many mask tiles
+        make_problem(masks.chunked(64), dims=(2, 0, 500, 4)),  # none
     ):
-        assert not is_block_sparse(given)
-        assert mask_tiles_launch(given, A100) is None
-        code = make_mod_code(given, is_sparse=is_block_sparse(given))
+        assert not is_block_sparse(problem)
+        assert mask_tiles_launch(problem, A100) is None
+        code = make_mod_code(problem, is_sparse=is_block_sparse(problem))
         assert code is None or dict(code.constants)["BLOCK_SPARSE"] == 0
-        assert "mask_tiles" not in plan(given, A100).workspace
+        assert "mask_tiles" not in make_plan(problem, A100).workspace
 
 
 def test_cells_that_are_given_are_used_and_not_found_again() -> None:
-    given = problem(masks.chunked(64), has_block_mask=True)
-    assert is_block_sparse(given)
-    assert [launch.variant.op for launch in plan(given, A100).launches] == ["forward"]
+    problem = make_problem(masks.chunked(64), has_block_mask=True)
+    assert is_block_sparse(problem)
+    assert [launch.variant.op for launch in make_plan(problem, A100).launches] == ["forward"]
     # A mask of bools hides more than the block mask knows of, so that a full mask tile is not one of both.
-    both = problem(masks.chunked(64), has_block_mask=True, bias=np.zeros((2, 1, 300, 500), bool))
-    found = problem(masks.chunked(64), bias=np.zeros((2, 1, 300, 500), bool))
-    kinds = [dict(make_mod_code(each, is_sparse=True).constants)["BLOCK_SPARSE"] for each in (given, both, found)]
+    both = make_problem(masks.chunked(64), has_block_mask=True, bias=np.zeros((2, 1, 300, 500), bool))
+    computed = make_problem(masks.chunked(64), bias=np.zeros((2, 1, 300, 500), bool))
+    kinds = [dict(make_mod_code(each, is_sparse=True).constants)["BLOCK_SPARSE"] for each in (problem, both, computed)]
     assert kinds == [2, 1, 2]
 
 
@@ -306,38 +307,37 @@ USED = {"seqused_k": (2,)}
 def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
     mask_mod: Any, varlen_kwargs: Any, shape: tuple[int, int], of_lengths: bool, of_call: int
 ) -> None:
-    given = problem(mask_mod, varlen_kwargs=varlen_kwargs)
-    assert mask_tiles_shape(given) == (*shape, 5, 8)
-    made = mask_tiles_launch(given, A100)
-    launch, floats = made
+    problem = make_problem(mask_mod, varlen_kwargs=varlen_kwargs)
+    assert mask_tiles_shape(problem) == (*shape, 5, 8)
+    launch, floats = mask_tiles_launch(problem, A100)
     assert 4 * floats == rounded_up(math.prod(shape) * 40, 128)  # what lies behind them is copied 16 bytes at a time
     assert launch.variant.is_varlen == of_lengths
     assert launch.fields == {
         "num_mask_tiles": math.prod(shape) * 40, "heads": shape[1], "mask_tiles_q": 5, "mask_tiles_k": 8,
         "of_call": of_call
     }  # fmt: skip
-    assert strides_of(given) == (40 * shape[1] * (shape[0] > 1), 40 * (shape[1] > 1), 8)
+    assert strides_of(problem) == (40 * shape[1] * (shape[0] > 1), 40 * (shape[1] > 1), 8)
 
 
-def strides_of(given: Problem) -> tuple[int, int, int]:
+def strides_of(problem: Problem) -> tuple[int, int, int]:
     """From sequence to sequence, from head to head, and from row to row, as kernels read them."""
-    code = make_mod_code(given)
+    code = make_mod_code(problem)
     packed = bytearray(8 * code.words)
-    places = mod_params(given, packed, 0)
+    places = mod_params(problem, packed, 0)
     (word,) = [word for name, word in places.workspace if name == "mask_tiles"] or [
-        word for number, word in places.plain if number == given.op.index["mask_tiles"]
+        word for number, word in places.plain if number == problem.op.index["mask_tiles"]
     ]
-    found: tuple[int, int, int] = struct.unpack_from("=2qi", packed, 8 * (word + 2))
-    return found
+    strides: tuple[int, int, int] = struct.unpack_from("=2qi", packed, 8 * (word + 2))
+    return strides
 
 
 def test_cells_that_are_given_have_the_strides_of_their_shape() -> None:
-    assert strides_of(problem(masks.chunked(64), has_block_mask=True)) == (0, 0, 8)
+    assert strides_of(make_problem(masks.chunked(64), has_block_mask=True)) == (0, 0, 8)
 
 
 def test_a_warp_takes_several_cells_where_there_are_many() -> None:
     for rows, keys in ((65, 200), (64 * 40, 64 * 40), (2**17, 2**17)):
-        planned = mask_tiles_launch(problem(masks.chunked(64), dims=(1, rows, keys, 1)), A100)
+        planned = mask_tiles_launch(make_problem(masks.chunked(64), dims=(1, rows, keys, 1)), A100)
         warps, tiles = planned[0].variant.num_threads // 32, planned[0].fields["num_mask_tiles"]
         filled = WAVES * BLOCKS_PER_SM * A100.num_sms
         assert planned[0].num_blocks == min(-(-tiles // warps), filled)
@@ -347,7 +347,7 @@ def test_a_warp_takes_several_cells_where_there_are_many() -> None:
 def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
     mod_spec = make_mod_spec(None, trace(of_heads, "mask_mod"))
     like = ArraySpec.contiguous((1,), "float16", "cuda:0", "cupy")
-    given = Problem.from_specs(block_mask_op(mod_spec, Sizes(3, 2, 130, 64)), [like], Options())
-    (launch,) = plan(given, A100).launches
+    problem = Problem.from_specs(block_mask_op(mod_spec, Sizes(3, 2, 130, 64)), [like], Options())
+    (launch,) = make_plan(problem, A100).launches
     assert launch.fields == {"num_mask_tiles": 18, "heads": 2, "mask_tiles_q": 3, "mask_tiles_k": 1, "of_call": 0}
-    assert (launch.num_blocks, launch.variant.is_varlen, plan(given, A100).workspace_bytes) == (3, False, 0)
+    assert (launch.num_blocks, launch.variant.is_varlen, make_plan(problem, A100).workspace_bytes) == (3, False, 0)

@@ -19,7 +19,7 @@ from cuflash.planning import captured_gradients
 from cuflash.planning.captured_gradients import Term, sums_of, terms_of
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.problem.mod_spec import captured
 from cuflash.problem.problem import Problem
 from cuflash.reference.evaluate import evaluate, place_of
@@ -112,23 +112,23 @@ def arrays_of(call: Arrays) -> list[Any]:
 INPUTS = {**dict(zip(NAMES, np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS], strict=True)), "seqlen_q": ROWS, "seqlen_k": KEYS}
 
 
-def gradient(of: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
+def gradient(problem: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
     """What the array gets by the definition, as in cuflash/reference/mods.py."""
-    arrays, score = arrays_of(call), of.op.mod_spec.score
+    arrays, score = arrays_of(call), problem.op.mod_spec.score
     total = np.zeros(arrays[0].shape)
     for load, derivative in differentiate(score).items():
         if load.op == "load":
-            slope, *at = evaluate([derivative, *load.arguments], INPUTS | {"score": raw}, arrays, np.float64)
-            found = [place_of(index, length) for index, length in zip(at, total.shape, strict=True)]
-            where: Any = tuple(np.broadcast_to(each, ds.shape) for each in found)
+            slope, *index_values = evaluate([derivative, *load.arguments], INPUTS | {"score": raw}, arrays, np.float64)
+            indices = [place_of(index, length) for index, length in zip(index_values, total.shape, strict=True)]
+            where: Any = tuple(np.broadcast_to(each, ds.shape) for each in indices)
             np.add.at(total, where, ds * slope if where else (ds * slope).sum())
     return total
 
 
-def summed(launch: Launch, term: Term, of: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
+def summed(launch: Launch, term: Term, problem: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
     """The tables that a launch of backward_mods leaves, (tables, places of a table)."""
     f, tile = launch.fields, launch.variant.tile
-    indices = [index for axis, index in enumerate(term.load.arguments) if axis in _looked_up(term, of, call)]
+    indices = [index for axis, index in enumerate(term.load.arguments) if axis in _looked_up(term, problem, call)]
     slope, *places = evaluate([term.derivative, *indices], INPUTS | {"score": raw}, arrays_of(call), np.float64)
     values = ds * slope
     way = np.zeros((1, 1, 1, 1), int)
@@ -147,8 +147,8 @@ def summed(launch: Launch, term: Term, of: Problem, call: Arrays, ds: Any, raw: 
     assert len(blocks) == launch.num_blocks
     for part, *block in blocks:
         for step in range(f["num_steps"] * part // f["parts"], f["num_steps"] * (part + 1) // f["parts"]):
-            at = dict(zip("bhq", np.unravel_index(step, walked), strict=True))
-            b, h, q = (block["bhq".index(x)] if apart[x] else int(at[x]) for x in "bhq")
+            steps = dict(zip("bhq", np.unravel_index(step, walked), strict=True))
+            b, h, q = (block["bhq".index(x)] if apart[x] else int(steps[x]) for x in "bhq")
             rows = slice(q * tile.block_q, (q + 1) * tile.block_q)
             for k in [block[3]] if apart["k"] else range(counts["k"]):
                 keys = slice(k * tile.block_k, (k + 1) * tile.block_k)
@@ -163,9 +163,9 @@ def summed(launch: Launch, term: Term, of: Problem, call: Arrays, ds: Any, raw: 
     return tables.reshape(f["parts"], -1)
 
 
-def _looked_up(term: Term, of: Problem, call: Arrays) -> tuple[int, ...]:
+def _looked_up(term: Term, problem: Problem, call: Arrays) -> tuple[int, ...]:
     lengths = dict(zip(NAMES, (BATCH, HEADS, ROWS, KEYS), strict=True))
-    return sums_of(term, of.outputs[3][0], lengths).gathered_axes
+    return sums_of(term, problem.outputs[3][0], lengths).gathered_axes
 
 
 def added(f: Any, tables: Any, total: Any) -> Any:
@@ -174,61 +174,61 @@ def added(f: Any, tables: Any, total: Any) -> Any:
         [f[f"{name}[{axis}]"] for axis in range(f["rank"])] for name in ("extents", "firsts", "counts", "strides")
     )
     result = np.zeros(f["num_elements"])
-    for element, at in enumerate(np.ndindex(*extents)):
-        inside = [i - first for i, first in zip(at, firsts, strict=True)]
+    for element, place in enumerate(np.ndindex(*extents)):
+        inside = [i - first for i, first in zip(place, firsts, strict=True)]
         if all(0 <= i < count for i, count in zip(inside, counts, strict=True)):
             result[element] = tables[:, np.dot(inside, strides)].sum() if inside else tables[:, 0].sum()
     return result + total if f["adds"] else result
 
 
-def done(made: Plan, call: Arrays, ds: Any, raw: Any) -> Any:
+def done(plan: Plan, call: Arrays, ds: Any, raw: Any) -> Any:
     """The gradient that the launches of a plan make."""
-    of, launches = made.problem, [x for x in made.launches if x.variant.op in ("backward_mods", "sum_tables")]
-    terms, (shape, _) = iter(terms_of(of.op.mod_spec)[0]), of.outputs[3]
+    problem, launches = plan.problem, [x for x in plan.launches if x.variant.op in ("backward_mods", "sum_tables")]
+    terms, (shape, _) = iter(terms_of(problem.op.mod_spec)[0]), problem.outputs[3]
     tables, total = np.zeros((0, 0)), np.zeros(1)
     for launch in launches:
         f = launch.fields
         if launch.variant.op == "backward_mods":
-            tables = summed(launch, next(terms), of, call, ds, raw)
+            tables = summed(launch, next(terms), problem, call, ds, raw)
             if "tables" not in launch.aliases:
                 return tables.reshape(shape)
             if f["adds_atomically"]:
                 tables = tables.sum(0, keepdims=True)
-            size, per_warp = made.workspace[launch.aliases["tables"]].size // 4, 1
+            size, per_warp = plan.workspace[launch.aliases["tables"]].size // 4, 1
             if f["table_places"] and not f["adds_atomically"]:
                 per_warp = launch.variant.tile.warps
             assert size == tables.size * per_warp
         elif not launch.aliases.get("result", "").endswith("_tables"):
             assert f["table_step"] == tables.shape[1]
             total = added(f, tables, total)
-    assert launches[-1].aliases["result"] == made.problem.op.outputs[3].name
+    assert launches[-1].aliases["result"] == plan.problem.op.outputs[3].name
     return total.reshape(shape)
 
 
 @pytest.mark.parametrize("atomic", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_launches_make_the_gradient_of_the_definition(name: str, atomic: bool) -> None:
-    call, wanted = CALLS[name]
-    of, random = problem_of(call), np.random.default_rng(3)
-    seen = of.mask.visible(np.arange(ROWS), np.arange(KEYS))
-    ds, raw = random.standard_normal((2, BATCH, HEADS, ROWS, KEYS)) * seen
+    call, expected = CALLS[name]
+    problem, random = problem_of(call), np.random.default_rng(3)
+    visible = problem.mask.visible(np.arange(ROWS), np.arange(KEYS))
+    ds, raw = random.standard_normal((2, BATCH, HEADS, ROWS, KEYS)) * visible
     with planned_with(captured_gradients, MOST_TABLE_BYTES=64 if atomic else 2**26):
-        made = plan(of, DEVICES["sm_80"])
-    terms = terms_of(made.problem.op.mod_spec)[0]
+        plan = make_plan(problem, DEVICES["sm_80"])
+    terms = terms_of(plan.problem.op.mod_spec)[0]
     lengths = dict(zip(NAMES, (BATCH, HEADS, ROWS, KEYS), strict=True))
-    found = [sums_of(term, made.problem.outputs[3][0], lengths) for term in terms]
-    assert sorted((" ".join(x.separate_axes), bool(x.gathered_axes)) for x in found) == sorted(wanted)
-    launches = [x for x in made.launches if x.variant.op == "backward_mods"]
-    assert [x.fields["adds_atomically"] for x in launches] == [int(atomic and bool(x.gathered_axes)) for x in found]
-    np.testing.assert_allclose(done(made, call, ds, raw), gradient(of, call, ds, raw), rtol=1e-9, atol=1e-9)
+    all_sums = [sums_of(term, plan.problem.outputs[3][0], lengths) for term in terms]
+    assert sorted((" ".join(x.separate_axes), bool(x.gathered_axes)) for x in all_sums) == sorted(expected)
+    launches = [x for x in plan.launches if x.variant.op == "backward_mods"]
+    assert [x.fields["adds_atomically"] for x in launches] == [int(atomic and bool(x.gathered_axes)) for x in all_sums]
+    np.testing.assert_allclose(done(plan, call, ds, raw), gradient(problem, call, ds, raw), rtol=1e-9, atol=1e-9)
 
 
 def test_sums_that_need_too_much_room_are_refused_if_deterministic() -> None:
     call = CALLS["distances"][0]
     with planned_with(captured_gradients, MOST_TABLE_BYTES=64):
         with pytest.raises(UnsupportedError, match="deterministic=True"):
-            plan(problem_of(call, deterministic=True), DEVICES["sm_80"])
-        assert plan(problem_of(CALLS["pair bias"][0], deterministic=True), DEVICES["sm_80"])
+            make_plan(problem_of(call, deterministic=True), DEVICES["sm_80"])
+        assert make_plan(problem_of(CALLS["pair bias"][0], deterministic=True), DEVICES["sm_80"])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -237,30 +237,30 @@ def test_a_table_that_32_bits_do_not_count_is_refused(deterministic: bool) -> No
     for more, is_refused in ((0, False), (1, True)):
         table = np.broadcast_to(np.float32(1.0), (HEADS, 2**31 // 4 - 1 + more, 4)[1:])
         call = {"score_mod": lambda score, b, h, q_idx, k_idx, table=table: score + table[q_idx - k_idx, k_idx % 4]}
-        of = problem_of(call, deterministic=deterministic)
+        problem = problem_of(call, deterministic=deterministic)
         if is_refused:
             message = (
                 r"dcaptured0, the gradient of an array of shape \(536870912, 4\).*2147483648 places; 2147483647 are"
             )
             with pytest.raises(UnsupportedError, match=message):
-                plan(of, DEVICES["sm_80"])
+                make_plan(problem, DEVICES["sm_80"])
         elif not deterministic:
-            launch = next(x for x in plan(of, DEVICES["sm_80"]).launches if x.variant.op == "backward_mods")
+            launch = next(x for x in make_plan(problem, DEVICES["sm_80"]).launches if x.variant.op == "backward_mods")
             assert launch.fields["table_places"] == 2**31 - 4
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_sinks_are_summed_over_all_queries(arch: str) -> None:
-    made = plan(problem_of(SINKS, "float16"), DEVICES[arch])
-    *_, first, last = made.launches
+    plan = make_plan(problem_of(SINKS, "float16"), DEVICES[arch])
+    *_, first, last = plan.launches
     assert (first.variant.op, last.variant.op) == ("sinks_gradient", "sum_tables")
     assert first.variant.constants["SINKS"] == 1
     parts = first.num_blocks // HEADS
     assert parts * first.fields["slots_each"] >= first.fields["num_slots"] == BATCH * 2
     assert last.fields["num_tables"] == parts
-    assert made.workspace["sinks_tables"].size == 4 * parts * HEADS
+    assert plan.workspace["sinks_tables"].size == 4 * parts * HEADS
     assert last.aliases == {"result": "dsinks", "tables": "sinks_tables"}
-    delta = made.launches[0].fields
+    delta = plan.launches[0].fields
     assert {name: first.fields[name] for name in ("stats_rows", "stats_step", "stats_delta")}.items() <= delta.items()
 
 
@@ -268,19 +268,19 @@ def test_what_scores_do_not_load_from_has_gradient_zero() -> None:
     def mask_only(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score + (SLOPES[h] > 0.5)
 
-    made = plan(problem_of({"score_mod": mask_only}), DEVICES["sm_80"])
-    launch = made.launches[-1]
+    plan = make_plan(problem_of({"score_mod": mask_only}), DEVICES["sm_80"])
+    launch = plan.launches[-1]
     assert launch.variant.op == "sum_tables"
     assert (launch.fields["num_tables"], launch.fields["num_elements"]) == (0, HEADS)
     assert launch.aliases == {"result": "dcaptured0"}
 
 
 def test_only_what_is_wanted_is_launched() -> None:
-    plain, made = (plan(problem_of(CALLS["bias"][0], grads=grads), DEVICES["sm_80"]) for grads in ((), (0,)))
+    plain, plan = (make_plan(problem_of(CALLS["bias"][0], grads=grads), DEVICES["sm_80"]) for grads in ((), (0,)))
     assert {x.variant.op for x in plain.launches} == {"delta", "backward", "convert"}
-    assert [x.variant.op for x in made.launches[3:]] == ["backward_mods"]  # each block stores what nobody else adds to
-    assert made.launches[3].aliases == {"result": "dbias"}
-    assert made.workspace == plain.workspace
+    assert [x.variant.op for x in plan.launches[3:]] == ["backward_mods"]  # each block stores what nobody else adds to
+    assert plan.launches[3].aliases == {"result": "dbias"}
+    assert plan.workspace == plain.workspace
     half = dataclasses.replace(DEVICES["sm_80"], smem_per_block=1000)
     with pytest.raises(UnsupportedError):
-        plan(made.problem, half)
+        make_plan(plan.problem, half)

@@ -11,19 +11,19 @@ import cuflash
 from cuflash.planning import decoding
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.planning.tiles_sm90 import GROUP_ROWS
 from cuflash.planning.variant import Variant
 
 
-def made(queries: int = 1, keys: int = 4096, heads: tuple[int, int] = (32, 8), batch: int = 4, **more: Any) -> Plan:
+def plan_of(queries: int = 1, keys: int = 4096, heads: tuple[int, int] = (32, 8), batch: int = 4, **more: Any) -> Plan:
     """The plan of a call over a cache."""
     shapes = (batch, queries, heads[0], 128), *[(batch, keys, heads[1], 128)] * 2
     return cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", seqused_k=(batch,), **more)
 
 
-def launched(*given: Any, **more: Any) -> Launch:
-    (launch,) = made(*given, **more).launches
+def launched(*args: Any, **more: Any) -> Launch:
+    (launch,) = plan_of(*args, **more).launches
     return launch
 
 
@@ -123,12 +123,12 @@ def mod_plan(device: str = "sm_90", queries: int = 1, **more: Any) -> Plan:
 def test_scores_and_masks_of_the_caller_share_keys_as_plain_calls_do(name: str) -> None:
     calls: list[tuple[str, int, dict[str, Any]]] = [("sm_90", 1, {}), ("sm_90", 8, {}), ("sm_80", 1, {})]
     for device, queries, more in (*calls, ("sm_90", 1, {"num_splits": 3})):
-        plain, found = (mod_plan(device, queries, **more, **mods) for mods in ({}, MODS[name]))
-        (launch,), (wanted,) = found.launches, plain.launches  # why one: nobody looks for mask tiles
-        assert launch.variant.source == wanted.variant.source
+        plain, modded = (mod_plan(device, queries, **more, **mods) for mods in ({}, MODS[name]))
+        (launch,), (plain_launch,) = modded.launches, plain.launches  # why one: nobody looks for mask tiles
+        assert launch.variant.source == plain_launch.variant.source
         assert launch.variant.mod_code is not None
-        assert (launch.num_blocks, launch.fields) == (wanted.num_blocks, wanted.fields)
-        assert found.workspace == plain.workspace
+        assert (launch.num_blocks, launch.fields) == (plain_launch.num_blocks, plain_launch.fields)
+        assert modded.workspace == plain.workspace
 
 
 def test_all_calls_with_sinks_alone_have_one_kernel() -> None:
@@ -150,7 +150,7 @@ def test_keys_are_not_shared_where_bits_are_those_of_many_queries_or_weights_are
 def test_the_next_kernel_for_few_queries_is_taken_if_one_spills() -> None:
     problem, spilled = mod_plan(score_mod=doubled).problem, list[Variant]()
     while not spilled or spilled[-1].of_warpgroups:
-        (launch,) = plan(problem, DEVICES["sm_90"], (), spilled).launches
+        (launch,) = make_plan(problem, DEVICES["sm_90"], (), spilled).launches
         assert launch.variant not in spilled
         spilled.append(launch.variant)
     narrow, wide = "sm90/decode/narrow.cu", "sm90/decode/decode.cu"
@@ -173,7 +173,7 @@ def test_few_sequences_that_are_not_packed_have_kernels_of_their_own() -> None:
 
 def test_blocks_of_threads_with_one_piece_of_work_have_kernels_that_begin_early() -> None:
     for batch, more, single in ((1, {}, True), (16, {}, True), (17, {}, False), (1, {"num_splits": 2}, False)):
-        plan = made(batch=batch, **more)
+        plan = plan_of(batch=batch, **more)
         (launch,) = plan.launches
         tile = launch.variant.tile
         assert tile.single == single, batch  # 132 SMs, and 8 kv heads in each batch element
@@ -203,10 +203,10 @@ def test_more_rows_than_kernels_count_are_not_shared_out() -> None:
 
 
 def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:
-    plan = made(num_splits=1)
+    plan = plan_of(num_splits=1)
     assert not plan.workspace_bytes
     assert not plan.launches[0].arrivals
-    plan = made(num_splits=2)
+    plan = plan_of(num_splits=2)
     assert plan.workspace_bytes
     assert plan.launches[0].arrivals == 4 * 8  # query blocks
 
@@ -215,15 +215,15 @@ def test_the_workspace_holds_all_splits_that_the_device_may_make() -> None:
     slots = launched(batch=300).fields["max_slots"]
     assert slots >= decoding.SPLITS_OF_A_BLOCK * DEVICES["sm_90"].num_sms + 300 * 8
     assert launched(batch=4).fields["max_slots"] == DEVICES["sm_90"].num_sms  # each thread block has one at most
-    assert made(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 2)
+    assert plan_of(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 2)
 
 
 def test_more_splits_than_key_tiles_take_no_more_memory() -> None:
     for queries in (1, 16):
         tiles = 4096 // launched(queries, num_splits=7).variant.tile.block_k
-        most = made(queries, num_splits=tiles)
+        most = plan_of(queries, num_splits=tiles)
         for splits in (tiles + 1, 10**6, 10**400):
-            more = made(queries, num_splits=splits)
+            more = plan_of(queries, num_splits=splits)
             assert more.workspace == most.workspace
             assert more.launches[0].fields["max_slots"] == most.launches[0].fields["max_slots"]
 
@@ -279,5 +279,5 @@ def test_a_printed_plan_tells_how_keys_are_cut() -> None:
         q, k = (4, 1, 32, 128), (4, 4096, 8, 128)
         lines = str(cuflash.plan(q, k, k, dtype="bfloat16", device=arch, seqused_k=(4,), **more)).splitlines()
         of_all = "(for each of 32 query blocks); the last one to end merges them"
-        wanted = [] if message is None else [f"splits     {message} {of_all}"]
-        assert [line for line in lines if line.startswith("splits")] == wanted
+        expected = [] if message is None else [f"splits     {message} {of_all}"]
+        assert [line for line in lines if line.startswith("splits")] == expected

@@ -17,8 +17,8 @@ ALIBI = {"score_mod": scores.alibi(np.ones(4, np.float32))}
 
 def delta(dtype: str = "bfloat16", device: str = "sm_90", **more: Any) -> Launch:
     shape = (2, 512, 4, 64)
-    made = cuflash.plan(shape, shape, shape, op="backward", dtype=dtype, device=device, **more)
-    (launch,) = (launch for launch in made.launches if launch.variant.op == "delta")
+    plan = cuflash.plan(shape, shape, shape, op="backward", dtype=dtype, device=device, **more)
+    (launch,) = (launch for launch in plan.launches if launch.variant.op == "delta")
     return launch
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from plans import mod_problem, problem
+from plans import mod_problem
+from plans import problem as make_problem
 
 import cuflash
 from cuflash.planning.device import DEVICES
 from cuflash.planning.forward import L2_BYTES, LONG_PAIRS, MOST_TAIL_PARTS
 from cuflash.planning.plan import Launch
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.planning.tiles_sm90 import MOD_TILES, TILE_SLOTS, TILES, choose, choose_mod_tiles
 
 H100 = DEVICES["sm_90"]
@@ -20,7 +21,7 @@ MANY = float("inf")
 
 def launched(*dims: int, op: str = "forward", **more: Any) -> Launch:
     """The launch of Hopper's kernel."""
-    (launch,) = plan(problem(*dims, op=op, **more), H100).launches
+    (launch,) = make_plan(make_problem(*dims, op=op, **more), H100).launches
     assert launch.variant.source == f"sm90/forward/{op}.cu"
     return launch
 
@@ -30,9 +31,9 @@ def test_the_tile_is_chosen_by_the_keys_that_a_query_sees_on_average_under_a_mas
     causal: list[dict[str, Any]] = [{"causal": True}, {"causal": True, "diagonal_offset": -2000}]
     tiles = set()
     for seqlen_k, more in product((100, 2289, 2290, 3000, 4096), ({}, *causal, *windows)):  # 2289: just under 640 each
-        of = problem(dims=(1, 4096, seqlen_k, 2, 2), **more)
-        keys = MANY if of.mask.is_full else of.mask.num_visible() / 4096
-        (launch,) = plan(of, H100).launches
+        problem = make_problem(dims=(1, 4096, seqlen_k, 2, 2), **more)
+        keys = MANY if problem.mask.is_full else problem.mask.num_visible() / 4096
+        (launch,) = make_plan(problem, H100).launches
         assert launch.variant.tile == choose("forward", 64, 64, keys, False)
         tiles.add(launch.variant.tile)
     assert len(tiles) == 2
@@ -47,20 +48,20 @@ def test_tiles_are_counted_where_blocks_take_several_of_different_lengths() -> N
             full = launched(op=op, dims=dims)
             assert not full.counted
             assert full.num_blocks == H100.num_sms
-    assert not plan(problem(dims=(34, 128, 256, 4, 4), causal=True), DEVICES["sm_80"]).launches[0].counted
+    assert not make_plan(make_problem(dims=(34, 128, 256, 4, 4), causal=True), DEVICES["sm_80"]).launches[0].counted
 
 
 def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2() -> None:
     def together(seqlen_k: int, heads: tuple[int, int] = (16, 16), batch: int = 4, **more: Any) -> int:
-        of = {"dims": (batch, 256, seqlen_k, *heads), "causal": True} | more
-        return launched(128, 128, **of).fields["heads_in_l2"]
+        arguments = {"dims": (batch, 256, seqlen_k, *heads), "causal": True} | more
+        return launched(128, 128, **arguments).fields["heads_in_l2"]
 
     assert together(1024, causal=False) == together(2**20) == 1
     assert together(256) == 4 * 16  # all of them
     assert together(256, (3, 3), batch=1) == 2  # a power of two
     for seqlen_k in (1024, 8192, 2**15):
-        found, head_bytes = together(seqlen_k), 2 * seqlen_k * (128 + 128)
-        assert found * head_bytes <= L2_BYTES < 4 * found * head_bytes
+        count, head_bytes = together(seqlen_k), 2 * seqlen_k * (128 + 128)
+        assert count * head_bytes <= L2_BYTES < 4 * count * head_bytes
     assert together(8192, (16, 2)) > together(8192)  # a group shares its keys
     # of a window those keys count that a query block sees
     assert together(2**20, window_size=(1023 - 128, 0)) == together(1024)
@@ -70,8 +71,8 @@ def test_heads_come_in_pairs_but_of_short_sequences_with_wide_heads() -> None:
     def in_pairs(count: int, mean: int, head_dim: int, heads: int = 16, **more: Any) -> int:
         rows = (count * mean, heads, head_dim)
         varlen_kwargs = {"cu_seqlens_q": (count + 1,), "cu_seqlens_k": (count + 1,), "max_seqlen_k": mean} | more
-        made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", num_splits=1, **varlen_kwargs)
-        return int(made.launches[0].fields["in_pairs"])
+        plan = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", num_splits=1, **varlen_kwargs)
+        return int(plan.launches[0].fields["in_pairs"])
 
     assert in_pairs(32, 512, 128) == in_pairs(32, 512, 64) == in_pairs(16, LONG_PAIRS, 256) == 1
     assert in_pairs(16, LONG_PAIRS - 1, 256) == in_pairs(32, 512, 192) == 0
@@ -79,9 +80,9 @@ def test_heads_come_in_pairs_but_of_short_sequences_with_wide_heads() -> None:
     assert in_pairs(1, 16384, 256, max_seqlen_k=500) == 0  # the caller knows that they are short
     assert in_pairs(32, 512, 64, heads=3) == 0
     pages = {"cu_seqlens_k": None, "max_seqlen_k": None}
-    made = cuflash.plan((2000, 8, 256), (99, 16, 8, 256), (99, 16, 8, 256), cu_seqlens_q=(3,), page_table=(2, 64),
+    plan = cuflash.plan((2000, 8, 256), (99, 16, 8, 256), (99, 16, 8, 256), cu_seqlens_q=(3,), page_table=(2, 64),
                         dtype="bfloat16", device="sm_90", num_splits=1, **pages)  # fmt: skip
-    assert made.launches[0].fields["in_pairs"] == 1  # up to 1024 keys, in pages of 16
+    assert plan.launches[0].fields["in_pairs"] == 1  # up to 1024 keys, in pages of 16
 
 
 def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_together_under_a_mask() -> None:
@@ -91,8 +92,8 @@ def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_tog
         if cached:
             rows, varlen_kwargs = one, {"seqused_k": (count,)}
         more = {"causal": True, "num_splits": 1, "max_seqlen_k": mean} | more
-        made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", **varlen_kwargs, **more)
-        return int(made.launches[0].fields["tail_parts"])
+        plan = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", **varlen_kwargs, **more)
+        return int(plan.launches[0].fields["tail_parts"])
 
     # Sequences with a query block for each SM, and the rows behind them.
     for count, mean in ((64, 256), (32, 512), (32, 500), (16, 1024)):
@@ -118,8 +119,8 @@ def test_kernels_mods_that_spill_are_not_taken() -> None:
     ):
         call, spilled, sources = mod_problem(op, head_dim, causal=causal), [], [f"sm90/forward/{op}.cu"]
         while sources[-1].startswith("sm90/"):
-            made = plan(call, H100, spilled=frozenset(spilled))
-            (launch,) = made.launches
+            plan = make_plan(call, H100, spilled=frozenset(spilled))
+            (launch,) = plan.launches
             assert launch.variant not in spilled
             assert launch.variant.mod_code is not None
             spilled.append(launch.variant)
@@ -130,7 +131,7 @@ def test_kernels_mods_that_spill_are_not_taken() -> None:
         assert len({(tile.head_dim, tile.head_dim_v) for tile in tiles}) == 1
         assert tiles[0] == choose(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False)
         assert sources[-1] == f"sm80/{op}.cu"
-        assert "registers" in made.fallback
+        assert "registers" in plan.fallback
 
 
 def test_tiles_mods_fit_and_take_the_place_of_others_with_the_same_head_dims() -> None:
@@ -148,9 +149,9 @@ def test_rows_for_dropout_alone_or_for_none_are_taken_accordingly() -> None:
         plain = choose("forward", head_dim, head_dim, MANY, False)
         dropped = choose_mod_tiles("forward", head_dim, head_dim, MANY, False, True)
         assert (plain, *dropped) == choose_mod_tiles("forward", head_dim, head_dim, MANY, False, False)
-        made = cuflash.plan(*((1, 2048, 4, head_dim),) * 3, dtype="bfloat16", device="sm_90", dropout_p=0.1)
-        assert made.launches[0].variant.tile == dropped[0]
-        assert made.fallback is None
+        plan = cuflash.plan(*((1, 2048, 4, head_dim),) * 3, dtype="bfloat16", device="sm_90", dropout_p=0.1)
+        assert plan.launches[0].variant.tile == dropped[0]
+        assert plan.fallback is None
     for softcap in (False, True):
         rows = choose_mod_tiles("forward", 256, 256, MANY, softcap, True)
         others = choose_mod_tiles("forward", 256, 256, MANY, softcap, False)

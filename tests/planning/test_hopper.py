@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from drivers import Gpus
-from plans import ARCHS, problem, problem_of
+from plans import ARCHS, problem_of
+from plans import problem as make_problem
 
 from cuflash.errors import UnsupportedError
 from cuflash.planning.device import DEVICES
 from cuflash.planning.hopper import allows_tma
 from cuflash.planning.plan import Plan
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.mod_spec import Bias, make_mod_spec
 from cuflash.problem.operands import BACKWARD, FORWARD, mod_op
@@ -29,10 +30,10 @@ SHAPE = (2, 300, 4, 64)
 SOME = ArraySpec.contiguous(SHAPE, "float16")
 
 
-def is_hoppers(made: Plan) -> bool:
-    assert made.variant.of_warpgroups == (made.variant.arch == "sm_90a") == bool(made.tma_operands)
-    assert made.launches[0].variant.of_warpgroups == (made.variant.of_warpgroups and len(made.launches) == 1)
-    return made.variant.of_warpgroups
+def is_hoppers(plan: Plan) -> bool:
+    assert plan.variant.of_warpgroups == (plan.variant.arch == "sm_90a") == bool(plan.tma_operands)
+    assert plan.launches[0].variant.of_warpgroups == (plan.variant.of_warpgroups and len(plan.launches) == 1)
+    return plan.variant.of_warpgroups
 
 
 def strided(op: str, name: str, strides: tuple[int, ...], **options: Any) -> Problem:
@@ -40,9 +41,9 @@ def strided(op: str, name: str, strides: tuple[int, ...], **options: Any) -> Pro
     specs = {operand: SOME for operand in "qkv"} | {name: SOME._replace(strides=strides)}
     if name in "qkv":
         return problem_of(*(specs[x] for x in "qkv"), op=op, **options)
-    of = problem_of(SOME, SOME, SOME, op=op)
-    index = of.op.index[name]
-    return of._replace(specs=(*of.specs[:index], specs[name], *of.specs[index + 1 :]))
+    problem = problem_of(SOME, SOME, SOME, op=op)
+    index = problem.op.index[name]
+    return problem._replace(specs=(*problem.specs[:index], specs[name], *problem.specs[index + 1 :]))
 
 
 SLICE = SOME._replace(shape=(2, 300, 4, 60))  # of rows of 64
@@ -57,8 +58,8 @@ SLICED = {
 ALL = ("forward", "lse", "backward")
 STRIDES = "the strides of {} are not positive multiples of 16 bytes"
 # (the ops, what the problem has of its own or its operand with strides, why Hopper's kernels are not taken)
-Given = dict[str, Any] | tuple[str, tuple[int, ...]] | Problem
-CAUSES: dict[str, tuple[tuple[str, ...], Given, str]] = {
+Call = dict[str, Any] | tuple[str, tuple[int, ...]] | Problem
+CAUSES: dict[str, tuple[tuple[str, ...], Call, str]] = {
     "float32": (ALL, {"dtype": "float32"}, "it takes float16 and bfloat16, not float32"),
     "flash1": (("forward",), {"algorithm": "flash1"}, "it computes flash2, not flash1"),
     "flashd": (("forward",), {"algorithm": "flashd"}, "it computes flash2, not flashd"),
@@ -86,34 +87,34 @@ CAUSES: dict[str, tuple[tuple[str, ...], Given, str]] = {
 
 @pytest.mark.parametrize(("name", "op"), [(name, op) for name, (ops, *_) in CAUSES.items() for op in ops])
 def test_what_hoppers_kernels_cannot_do_gets_the_others_and_the_plan_says_why(name: str, op: str) -> None:
-    _, given, words = CAUSES[name]
-    of = given
-    if not isinstance(of, Problem):
-        of = problem(op=op, **given) if isinstance(given, dict) else strided(op, *given)
-    made = plan(of, H100)
-    assert not is_hoppers(made)
-    assert words in made.fallback
-    assert plan(of, DEVICES["sm_80"]).fallback is None
+    _, call, words = CAUSES[name]
+    problem = call
+    if not isinstance(problem, Problem):
+        problem = make_problem(op=op, **call) if isinstance(call, dict) else strided(op, *call)
+    plan = make_plan(problem, H100)
+    assert not is_hoppers(plan)
+    assert words in plan.fallback
+    assert make_plan(problem, DEVICES["sm_80"]).fallback is None
 
 
 @pytest.mark.parametrize("op", ["forward", "lse"])
 def test_with_split_size_strides_do_not_decide_about_the_kernels(op: str) -> None:
     more = {"split_size": 128}
-    assert is_hoppers(plan(problem(op=op, **more), H100))
-    odd = plan(problem(op=op, head_dim=66, head_dim_v=66, **more), H100)
+    assert is_hoppers(make_plan(make_problem(op=op, **more), H100))
+    odd = make_plan(make_problem(op=op, head_dim=66, head_dim_v=66, **more), H100)
     assert "with split_size it takes head dims that are multiples of 8" in odd.fallback
-    for of, misaligned, words in (
+    for problem, misaligned, words in (
         (strided(op, "q", (76800, -256, 64, 1), **more), (), STRIDES.format("q")),
-        (problem(op=op, **more), ("k",), "k does not begin at a multiple of 16 bytes"),
+        (make_problem(op=op, **more), ("k",), "k does not begin at a multiple of 16 bytes"),
     ):
         with pytest.raises(UnsupportedError, match="split_size") as error:
-            plan(of, H100, misaligned)
+            make_plan(problem, H100, misaligned)
         assert words in str(error.value)
-        assert not is_hoppers(plan(of, DEVICES["sm_80"], misaligned))
+        assert not is_hoppers(make_plan(problem, DEVICES["sm_80"], misaligned))
 
 
 def test_whole_pieces_of_16_bytes_of_an_out_that_is_a_slice_get_hoppers_kernels() -> None:
-    assert is_hoppers(plan(SLICED["float32"], H100))
+    assert is_hoppers(make_plan(SLICED["float32"], H100))
 
 
 @pytest.mark.parametrize("op", ALL)
@@ -125,23 +126,23 @@ def test_what_is_near_to_a_cause_gets_hoppers_kernels(op: str) -> None:
     ]  # fmt: skip
     for more in near:
         more = {"dims": (2, 300, 500, 2, 2)} | more
-        of = problem(op=op, **more)
-        made = plan(of, H100)
-        assert is_hoppers(made), more
-        assert made.fallback is None
-        assert is_hoppers(plan(strided(op, "q", (76800, 64, 19200, 1)), H100))
+        problem = make_problem(op=op, **more)
+        plan = make_plan(problem, H100)
+        assert is_hoppers(plan), more
+        assert plan.fallback is None
+        assert is_hoppers(make_plan(strided(op, "q", (76800, 64, 19200, 1)), H100))
         for arch in (arch for arch in ARCHS if arch != "sm_90"):
-            assert not is_hoppers(plan(of, DEVICES[arch]))
-        for name in of.op.names:
-            off = plan(of, H100, (name,))
-            moved = name in made.tma_operands
+            assert not is_hoppers(make_plan(problem, DEVICES[arch]))
+        for name in problem.op.names:
+            off = make_plan(problem, H100, (name,))
+            moved = name in plan.tma_operands
             assert is_hoppers(off) == (not moved), name
             assert off.fallback == (f"{name} does not begin at a multiple of 16 bytes" if moved else None)
         if op == "backward":
             for name in ("dq", "dk", "dv"):  # views of one packed array
-                assert is_hoppers(plan(strided(op, name, (230400, 768, 64, 1)), H100))
+                assert is_hoppers(make_plan(strided(op, name, (230400, 768, 64, 1)), H100))
             # heads of a group are not shared out among blocks, which would add up in any order
-            assert is_hoppers(plan(problem(op=op, deterministic=True, **more), H100)), more
+            assert is_hoppers(make_plan(make_problem(op=op, deterministic=True, **more), H100)), more
 
 
 @pytest.mark.parametrize("op", ALL)
@@ -150,14 +151,14 @@ def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
 ) -> None:
     gpus = Gpus(monkeypatch)
     monkeypatch.setattr(calls, "relaxed_capture", contextlib.nullcontext)  # the driver's
-    of = problem_of(*[SOME._replace(device="cuda:1")] * 3, op=op)
-    call, names = CachedCall(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
+    problem = problem_of(*[SOME._replace(device="cuda:1")] * 3, op=op)
+    call, names = CachedCall(ValidatedCall(problem, (False,) * len(problem.op.names))), problem.op.names
     pointers = (*[2**20 + 4 * (name in ("lse", "dlse")) for name in names], 2**30)  # lse may be anywhere
     for number, name in enumerate(names):
         for _ in range(3):  # written, written once more and kept, and found
             assert call.aligned_plan.launch(pointers, 7)
             del gpus.launched[:]
-            off = tuple(pointer + 2 * (at == number) for at, pointer in enumerate(pointers))
+            off = tuple(pointer + 2 * (position == number) for position, pointer in enumerate(pointers))
             assert (
                 call.aligned_plan.launch(off, 7)
                 == bool(gpus.launched)
@@ -176,8 +177,8 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     q = SOME._replace(device="cuda:1")
     bias = ArraySpec.contiguous((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
     op = mod_op("forward", False, make_mod_spec(None, None, Bias("float32", (False, True, True, True))))
-    of = Problem.from_specs(op, [q, q, q, bias], Options())
-    call, names = CachedCall(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
+    problem = Problem.from_specs(op, [q, q, q, bias], Options())
+    call, names = CachedCall(ValidatedCall(problem, (False,) * len(problem.op.names))), problem.op.names
     assert dict(call.plan.vector_loaded) == {"bias": 8}  # two of float32
     pointers = (*[2**20] * len(names), 2**30)
     off, far = (tuple(x + add * (n == names.index("bias")) for n, x in enumerate(pointers)) for add in (4, 8))
@@ -218,7 +219,7 @@ def test_tma_takes_positive_multiples_of_16_bytes_below_2_to_the_40() -> None:
 
 def test_strides_are_no_part_of_what_is_compiled() -> None:
     for name, strides in (("q", (76800, -256, 64, 1)), ("k", (0, 256, 64, 1)), ("v", (78000, 260, 65, 1))):
-        of = strided("forward", name, strides)
+        problem = strided("forward", name, strides)
         for device, misaligned in ((DEVICES["sm_80"], ()), (replace(H100, num_sms=7), ("q",))):
-            dense = plan(problem_of(SOME, SOME, SOME), device, misaligned)
-            assert [launch.variant for launch in plan(of, device).launches] == [dense.variant]
+            dense = make_plan(problem_of(SOME, SOME, SOME), device, misaligned)
+            assert [launch.variant for launch in make_plan(problem, device).launches] == [dense.variant]

@@ -19,19 +19,19 @@ def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return score - SLOPES[h] * abs(q - k)
 
 
-def problem(**call: Any) -> Problem:
+def make_problem(**call: Any) -> Problem:
     shape = (2, 300, 4, 64)
     return cuflash.plan(shape, shape, shape, dtype="bfloat16", device="cpu", **call).problem
 
 
 def code(keys_as_rows: bool = False, **call: Any) -> ModCode:
-    found = make_mod_code(problem(**call), keys_as_rows)
-    assert found is not None
-    return found
+    mod_code = make_mod_code(make_problem(**call), keys_as_rows)
+    assert mod_code is not None
+    return mod_code
 
 
 def test_a_plain_call_has_none() -> None:
-    assert make_mod_code(problem(causal=True)) is None
+    assert make_mod_code(make_problem(causal=True)) is None
 
 
 def test_functions_that_are_equal_have_one_text_whatever_their_arrays_are() -> None:
@@ -61,23 +61,23 @@ def test_masks_are_the_same_functions_in_all_kernels() -> None:
 
 
 def test_macros_tell_what_a_call_has() -> None:
-    def of(**call: Any) -> dict[str, int]:
+    def macros(**call: Any) -> dict[str, int]:
         return {name: value for name, value in code(**call).constants if value}
 
-    assert of(score_mod=alibi) == {"SCORE_MOD": 1, "SHORT_OFFSETS": 1}
-    assert of(mask_mod=lambda b, h, q, k: (q + k) % 3 > 0) == {"MASK_MOD": 1, "SHORT_OFFSETS": 1}
-    assert of(score_mod=lambda s, b, h, q, k: 5 * np.tanh(s)) == {
+    assert macros(score_mod=alibi) == {"SCORE_MOD": 1, "SHORT_OFFSETS": 1}
+    assert macros(mask_mod=lambda b, h, q, k: (q + k) % 3 > 0) == {"MASK_MOD": 1, "SHORT_OFFSETS": 1}
+    assert macros(score_mod=lambda s, b, h, q, k: 5 * np.tanh(s)) == {
         "SCORE_MOD": 1,
         "SCORE_MOD_GRAD": 1,
         "SHORT_OFFSETS": 1,
     }
-    assert of(score_mod=lambda s, b, h, q, k: s * s) == {"SCORE_MOD": 1, "SCORE_MOD_GRAD": 2, "SHORT_OFFSETS": 1}
-    assert of(sinks=(4,), dropout_p=0.5) == {"SINKS": 1, "DROPOUT": 1, "SHORT_OFFSETS": 1}
+    assert macros(score_mod=lambda s, b, h, q, k: s * s) == {"SCORE_MOD": 1, "SCORE_MOD_GRAD": 2, "SHORT_OFFSETS": 1}
+    assert macros(sinks=(4,), dropout_p=0.5) == {"SINKS": 1, "DROPOUT": 1, "SHORT_OFFSETS": 1}
     for hides in (lambda s, b, h, q, k: np.where(q > k, s, -np.inf), lambda s, b, h, q, k: np.where(q > k, s, -1e38)):
-        assert of(score_mod=hides)["SCORE_MOD_MAY_MASK"] == 1
-    wide = of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
+        assert macros(score_mod=hides)["SCORE_MOD_MAY_MASK"] == 1
+    wide = macros(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
     assert wide["SCORE_MOD"] == wide["SCORE_MOD_MAY_MASK"] == 1
-    assert "SHORT_OFFSETS" not in of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
+    assert "SHORT_OFFSETS" not in macros(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
 
 
 def test_elements_are_loaded_together_where_pairs_of_them_lie_so() -> None:
@@ -112,9 +112,9 @@ def test_light_functions_load_all_elements_of_a_step_together() -> None:
 def test_a_gradient_knows_whether_only_the_rows_of_a_sequence_change_from_tile_to_tile() -> None:
     def stays(**call: Any) -> bool:
         shape, like = (3, 300, 4, 64), {"op": "backward", "dtype": "bfloat16", "device": "sm_90"}
-        wanted = [call["bias"]] if "bias" in call else [BY_SEQUENCE]
-        made = cuflash.plan(shape, shape, shape, captured_grads=wanted, **like, **call)
-        text = next(each.variant.mod_code.text for each in made.launches if each.variant.op == "backward_mods")
+        arrays = [call["bias"]] if "bias" in call else [BY_SEQUENCE]
+        plan = cuflash.plan(shape, shape, shape, captured_grads=arrays, **like, **call)
+        text = next(each.variant.mod_code.text for each in plan.launches if each.variant.op == "backward_mods")
         return "kStays = true" in text
 
     shared, apart = np.zeros((1, 4, 300, 300), np.float32), np.zeros((3, 4, 300, 300), np.float32)
@@ -136,5 +136,5 @@ def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
 
 def test_the_words_of_parameters_are_those_of_all_arrays() -> None:
     assert [words_of(rank) for rank in (0, 1, 2, 3, 4)] == [3, 3, 4, 6, 7]
-    found = code(score_mod=lambda s, b, h, q, k: alibi(s, b, h, q, k) + TABLE[h, 0])
-    assert found.words == words_of(1) + words_of(2) + MORE_WORDS
+    mod_code = code(score_mod=lambda s, b, h, q, k: alibi(s, b, h, q, k) + TABLE[h, 0])
+    assert mod_code.words == words_of(1) + words_of(2) + MORE_WORDS

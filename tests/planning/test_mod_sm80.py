@@ -23,13 +23,13 @@ def plan_of(op: Any, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "s
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_functions_have_keys_in_their_rows_where_blocks_own_keys(deterministic: bool) -> None:
-    made = plan_of("backward", deterministic=deterministic)
-    of_queries, of_keys = make_mod_code(made.problem), make_mod_code(made.problem, keys_as_rows=True)
+    plan = plan_of("backward", deterministic=deterministic)
+    of_queries, of_keys = make_mod_code(plan.problem), make_mod_code(plan.problem, keys_as_rows=True)
     assert of_queries != of_keys
-    found = {launch.variant.op: launch.variant.mod_code for launch in made.launches}
+    codes = {launch.variant.op: launch.variant.mod_code for launch in plan.launches}
     of_both = {"backward_dkdv": of_keys, "backward_dq": of_queries}
     expected = of_both if deterministic else {"backward": of_keys, "convert": None}
-    assert found == {"delta": None} | expected
+    assert codes == {"delta": None} | expected
 
 
 @pytest.mark.parametrize("dtype", tiles_sm80.TILES)
@@ -37,8 +37,8 @@ def test_functions_have_keys_in_their_rows_where_blocks_own_keys(deterministic: 
 def test_every_head_dim_has_tiles(arch: str, dtype: str) -> None:
     for head_dim in (1, 64, 96, 128, 192, 256):
         for op, deterministic in (("forward", False), ("backward", False), ("backward", True)):
-            made = plan_of(op, dtype, head_dim, arch, deterministic=deterministic)
-            tiles = [launch.variant.tile for launch in made.launches if launch.variant.mod_code is not None]
+            plan = plan_of(op, dtype, head_dim, arch, deterministic=deterministic)
+            tiles = [launch.variant.tile for launch in plan.launches if launch.variant.mod_code is not None]
             assert len(tiles) == 1 + deterministic
             assert all(tile is not None and tile.head_dim >= head_dim for tile in tiles)
 

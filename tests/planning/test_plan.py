@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plans import plan_forward, planned_with, problem
+from plans import plan_forward, planned_with
+from plans import problem as make_problem
 from walks import Piece, Rows, Touch, Walk
 
 from cuflash.errors import UnsupportedError
 from cuflash.planning.device import DEVICES, Device
 from cuflash.planning.plan import MAX_GRID, Plan
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.problem.problem import Problem
 from cuflash.units import memory, work
 
@@ -27,8 +28,8 @@ RESULTS = {"forward": ["out0", "lse"], "lse": ["lse"], "backward": ["dq", "dk", 
 class Memory:
     """The floats of a workspace while the blocks of a plan use it."""
 
-    def __init__(self, made: Plan) -> None:
-        sizes = {name: part.size // 4 for name, part in made.workspace.items()}
+    def __init__(self, plan: Plan) -> None:
+        sizes = {name: part.size // 4 for name, part in plan.workspace.items()}
         self.written = {name: np.zeros(size, bool) for name, size in sizes.items()}
         self.stores = {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
 
@@ -48,21 +49,21 @@ class Memory:
             self.written[part][floats] |= how in ("store", "zero", "turn")
 
 
-def check(made: Plan, of: Problem, device: Device) -> None:
+def check(plan: Plan, problem: Problem, device: Device) -> None:
     """Every pair is added up once, every row is written, no block is idle, and the workspace is used as it is."""
-    check_limits(made, device)
-    shape = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
-    columns = max([1, *(launch.fields.get("num_slices", 1) for launch in made.launches)])
-    names = [*RESULTS[of.op.name], *(f"out{i}" for i in range(1, columns))]
+    check_limits(plan, device)
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    columns = max([1, *(launch.fields.get("num_slices", 1) for launch in plan.launches)])
+    names = [*RESULTS[problem.op.name], *(f"out{i}" for i in range(1, columns))]
     pairs: dict[str, Array] = {name: np.zeros(shape, np.uint8) for name in names}
-    heads = {name: of.heads_kv if name in ("dk", "dv") else of.heads_q for name in names}
-    length = {name: of.seqlen_k if name in ("dk", "dv") else of.seqlen_q for name in names}
-    rows: dict[str, Array] = {name: np.zeros((of.batch, heads[name], length[name]), np.uint8) for name in names}
-    memory = Memory(made)
-    for launch in made.launches:
+    heads = {name: problem.heads_kv if name in ("dk", "dv") else problem.heads_q for name in names}
+    length = {name: problem.seqlen_k if name in ("dk", "dv") else problem.seqlen_q for name in names}
+    rows: dict[str, Array] = {name: np.zeros((problem.batch, heads[name], length[name]), np.uint8) for name in names}
+    memory = Memory(plan)
+    for launch in plan.launches:
         touches: list[Touch] = []
         writers: Counter[Rows] = Counter()
-        for block in Walk(made, launch).blocks():
+        for block in Walk(plan, launch).blocks():
             assert block, f"a block of {launch.variant.name} is without work"
             touches += [item for item in block if isinstance(item, Touch)]
             for item in block:
@@ -73,24 +74,24 @@ def check(made: Plan, of: Problem, device: Device) -> None:
         memory.use(touches)
         for item, blocks in writers.items():
             assert item.rows, f"a block of {launch.variant.name} has no row"
-            assert blocks == 1 or "semaphores" in made.workspace, "several blocks write the same, and not in turns"
+            assert blocks == 1 or "semaphores" in plan.workspace, "several blocks write the same, and not in turns"
             rows[item.result][item.batch, item.head, as_slice(item.rows)] += 1
-    sees = of.mask.visible(np.arange(of.seqlen_q), np.arange(of.seqlen_k))
+    sees = problem.mask.visible(np.arange(problem.seqlen_q), np.arange(problem.seqlen_k))
     for name in names:
         assert pairs[name].max(initial=0) <= 1, f"{name}: a pair is added up twice"
         assert pairs[name][:, :, sees].all(), f"{name}: a visible pair is left out"
         assert rows[name].all(), f"{name}: a row is not written"
-        unseen = name == "dq" and "semaphores" in made.workspace  # a tile holds them, and delta may write them, too
+        unseen = name == "dq" and "semaphores" in plan.workspace  # a tile holds them, and delta may write them, too
         assert unseen or rows[name].max(initial=0) <= 1, f"{name}: two blocks write the same row"
 
 
-def as_slice(of: range) -> slice:
-    return slice(of.start, of.stop)
+def as_slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
 
 
-def check_limits(made: Plan, device: Device) -> None:
+def check_limits(plan: Plan, device: Device) -> None:
     """What a launch may have, and where the parts of the workspace lie."""
-    for launch in made.launches:
+    for launch in plan.launches:
         variant = launch.variant
         assert 0 <= launch.num_blocks <= MAX_GRID
         assert variant.num_threads % 32 == 0 < variant.num_threads <= 1024
@@ -99,25 +100,25 @@ def check_limits(made: Plan, device: Device) -> None:
         # What kernels multiply in 32 bits.
         blocks = max(launch.fields.get("num_q_blocks", 1), launch.fields.get("num_k_blocks", 1))
         assert launch.fields.get("heads_in_l2", 1) * blocks < 2**32
-        tile, of = variant.tile, made.problem
-        assert isinstance(of, Problem)
+        tile, problem = variant.tile, plan.problem
+        assert isinstance(problem, Problem)
         if launch.fields.get("shared_steps", 0):
             shared = launch.fields["shared_keys"] * launch.fields["num_q_blocks"]
-            assert shared * of.heads_q // of.heads_kv < 2**31
+            assert shared * problem.heads_q // problem.heads_kv < 2**31
         if tile is not None:
             slices = launch.fields.get("num_slices", 1)
-            assert of.head_dim <= tile.head_dim
-            assert (slices - 1) * tile.head_dim_v < max(of.head_dim_v, 1), "a slice is without columns"
-            assert tile.head_dim_v == 0 or of.head_dim_v <= slices * tile.head_dim_v
+            assert problem.head_dim <= tile.head_dim
+            assert (slices - 1) * tile.head_dim_v < max(problem.head_dim_v, 1), "a slice is without columns"
+            assert tile.head_dim_v == 0 or problem.head_dim_v <= slices * tile.head_dim_v
         for box in launch.tma_boxes.values():
             assert 0 < box.rows <= 256
             assert 0 <= box.begin < box.end
     end = 0
-    for name, part in made.workspace.items():
+    for name, part in plan.workspace.items():
         assert part.begin >= end, "parts overlap"
         assert part.begin % (4 if name == "semaphores" else 16) == 0 < part.size
         end = part.begin + part.size
-    assert end == made.workspace_bytes
+    assert end == plan.workspace_bytes
 
 
 LENGTHS = st.sampled_from([0, 1, 17, 63, 64, 65, 100, 127, 128, 129, 191, 193, 256, 300, 300, 300])
@@ -142,8 +143,8 @@ def cases(draw: st.DrawFn, op: str, arch: str) -> tuple[Problem, Device, tuple[s
     if draw(st.booleans()):
         more |= draw(MASKS)
     dtype = draw(st.sampled_from(["float16", "bfloat16", "float16", "float32"]))
-    of = problem(draw(HEAD_DIMS), draw(HEAD_DIMS), op, dims=dims, dtype=dtype, **more)
-    return of, device, draw(st.sampled_from([(), (), (), ("q",)]))
+    problem = make_problem(draw(HEAD_DIMS), draw(HEAD_DIMS), op, dims=dims, dtype=dtype, **more)
+    return problem, device, draw(st.sampled_from([(), (), (), ("q",)]))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
@@ -151,42 +152,46 @@ def cases(draw: st.DrawFn, op: str, arch: str) -> tuple[Problem, Device, tuple[s
 @settings(max_examples=300)
 @given(st.data())
 def test_blocks_cover_the_work_and_keep_to_the_workspace(op: str, arch: str, data: st.DataObject) -> None:
-    of, device, misaligned = data.draw(cases(op, arch))
+    problem, device, misaligned = data.draw(cases(op, arch))
     # why: Hopper's kernels for few queries deal out their work on the device.
     with planned_with(plan_forward, decode_plans=lambda *_: ()):
-        check(plan(of, device, misaligned), of, device)
+        check(make_plan(problem, device, misaligned), problem, device)
 
 
 FEW, ONE = (replace(DEVICES[arch], num_sms=count) for arch, count in (("sm_90", 4), ("sm_80", 1)))
 # Problems that meet each way of dealing out work: its signs, which are fields of the main launch that are over 1.
 WAYS: dict[str, tuple[Problem, Device, str]] = {
-    "slices": (problem(300, 500), DEVICES["sm_90"], "num_slices"),
-    "splits": (problem(40, 72, "backward", dims=(1, 70, 90, 6, 2)), DEVICES["sm_80"], "splits"),
-    "shared_keys": (problem(64, 64, dims=(3, 2, 5000, 6, 3), causal=True), DEVICES["sm_80"], "splits queries"),
-    "shared_heads": (problem(128, 96, dims=(1, 1, 3000, 40, 1)), DEVICES["sm_86"], "splits head_parts"),
-    "shared_window": (problem(dims=(1, 70, 5000, 3, 3), window_size=(2000, 30)), DEVICES["sm_89"], "splits queries"),
-    "uneven_splits": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1)), ONE, "splits"),
-    "shared": (problem(128, 128, "backward", dims=(1, 1024, 300, 5, 5)), FEW, "shared_keys whole_blocks"),
-    "all_shared": (problem(128, 128, "backward", dims=(1, 512, 300, 2, 1)), FEW, "shared_keys"),
-    "some_shared": (problem(96, 96, "backward", dims=(1, 500, 300, 9, 9)), FEW, "key_blocks shared_keys"),
-    "tiles_of_80": (problem(128, 128, "backward", dims=(1, 8192, 130, 1, 1)), FEW, "num_q_blocks"),
-    "parts_of_heads": (problem(96, 96, "backward", dims=(1, 900, 300, 5, 1), causal=True), FEW, "parts_log2"),
-    "several": (problem(64, 64, "backward", dims=(2, 200, 700, 9, 9), causal=True), FEW, "key_blocks"),
-    "tiles": (problem(128, 128, dims=(3, 300, 300, 7, 7), causal=True), FEW, "num_tiles heads_in_l2"),
-    "in_order": (problem(64, 64, "backward", dims=(1, 300, 300, 4, 2), deterministic=True), FEW, ""),
-    "dq_alone": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1), deterministic=True), ONE, ""),
-    "rows": (problem(256, 256, "backward", dims=(3, 300, 300, 9, 9), causal=True), FEW, "heads_in_l2"),
+    "slices": (make_problem(300, 500), DEVICES["sm_90"], "num_slices"),
+    "splits": (make_problem(40, 72, "backward", dims=(1, 70, 90, 6, 2)), DEVICES["sm_80"], "splits"),
+    "shared_keys": (make_problem(64, 64, dims=(3, 2, 5000, 6, 3), causal=True), DEVICES["sm_80"], "splits queries"),
+    "shared_heads": (make_problem(128, 96, dims=(1, 1, 3000, 40, 1)), DEVICES["sm_86"], "splits head_parts"),
+    "shared_window": (
+        make_problem(dims=(1, 70, 5000, 3, 3), window_size=(2000, 30)),
+        DEVICES["sm_89"],
+        "splits queries",
+    ),
+    "uneven_splits": (make_problem(64, 64, "backward", dims=(1, 70, 90, 5, 1)), ONE, "splits"),
+    "shared": (make_problem(128, 128, "backward", dims=(1, 1024, 300, 5, 5)), FEW, "shared_keys whole_blocks"),
+    "all_shared": (make_problem(128, 128, "backward", dims=(1, 512, 300, 2, 1)), FEW, "shared_keys"),
+    "some_shared": (make_problem(96, 96, "backward", dims=(1, 500, 300, 9, 9)), FEW, "key_blocks shared_keys"),
+    "tiles_of_80": (make_problem(128, 128, "backward", dims=(1, 8192, 130, 1, 1)), FEW, "num_q_blocks"),
+    "parts_of_heads": (make_problem(96, 96, "backward", dims=(1, 900, 300, 5, 1), causal=True), FEW, "parts_log2"),
+    "several": (make_problem(64, 64, "backward", dims=(2, 200, 700, 9, 9), causal=True), FEW, "key_blocks"),
+    "tiles": (make_problem(128, 128, dims=(3, 300, 300, 7, 7), causal=True), FEW, "num_tiles heads_in_l2"),
+    "in_order": (make_problem(64, 64, "backward", dims=(1, 300, 300, 4, 2), deterministic=True), FEW, ""),
+    "dq_alone": (make_problem(64, 64, "backward", dims=(1, 70, 90, 5, 1), deterministic=True), ONE, ""),
+    "rows": (make_problem(256, 256, "backward", dims=(3, 300, 300, 9, 9), causal=True), FEW, "heads_in_l2"),
 }
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way_of_dealing_out_work_covers_it(name: str) -> None:
-    of, device, signs = WAYS[name]
-    planned = plan(of, device)
+    problem, device, signs = WAYS[name]
+    planned = make_plan(problem, device)
     fields = planned.launches[min(1, len(planned.launches) - 1)].fields
     assert all(fields[sign] > 1 for sign in signs.split())
     assert name != "all_shared" or fields["whole_blocks"] == 0
-    check(planned, of, device)
+    check(planned, problem, device)
 
 
 LONG = st.one_of(st.integers(0, 2**30 - 4096), st.sampled_from([1, 2**20, 2**24, 2**29]))
@@ -201,15 +206,15 @@ def test_long_problems_keep_to_the_limits_or_have_a_way_out(
     op: str, sq: int, sk: int, batch: int, heads: int, group: int, causal: bool, fixed: bool, dim: int
 ) -> None:
     more = {"deterministic": fixed} if op == "backward" else {}
-    of = problem(dim, dim, op, dims=(batch, sq, sk, heads * group, heads), causal=causal, **more)
+    problem = make_problem(dim, dim, op, dims=(batch, sq, sk, heads * group, heads), causal=causal, **more)
     for arch in ("sm_80", "sm_90"):
         try:
-            made = plan(of, DEVICES[arch])
+            plan = make_plan(problem, DEVICES[arch])
         except UnsupportedError as error:
             assert f"at most {MAX_GRID}. Split the batch" in str(error)  # noqa: PT017
             assert batch * heads * group * (sq + sk) >= MAX_GRID, "so few rows do not need so many blocks"
         else:
-            check_limits(made, DEVICES[arch])
+            check_limits(plan, DEVICES[arch])
 
 
 @settings(max_examples=100)
@@ -217,25 +222,27 @@ def test_long_problems_keep_to_the_limits_or_have_a_way_out(
 def test_the_copy_engine_reads_keys_that_are_seen_and_writes_every_row(
     sq: int, sk: int, mask: dict[str, Any], op: str
 ) -> None:
-    of = problem(dims=(1, sq, sk, 2, 2), op=op, **mask)
-    sees = of.mask.visible(np.arange(sq), np.arange(sk))
-    tma_boxes = {name: box for launch in plan(of, DEVICES["sm_90"]).launches for name, box in launch.tma_boxes.items()}
+    problem = make_problem(dims=(1, sq, sk, 2, 2), op=op, **mask)
+    sees = problem.mask.visible(np.arange(sq), np.arange(sk))
+    tma_boxes = {
+        name: box for launch in make_plan(problem, DEVICES["sm_90"]).launches for name, box in launch.tma_boxes.items()
+    }
     for name, box in tma_boxes.items():
         whole = name in ("out", "dq", "dk", "dv") or (op, name) == ("forward", "q")
-        seen = np.flatnonzero(sees.any(axis=0 if name in ("k", "v") else 1))
+        visible = np.flatnonzero(sees.any(axis=0 if name in ("k", "v") else 1))
         length = sk if name in ("dk", "dv") else sq
-        assert (box.begin, box.end) == ((0, length) if whole else (seen[0], seen[-1] + 1)), name
+        assert (box.begin, box.end) == ((0, length) if whole else (visible[0], visible[-1] + 1)), name
 
 
 def test_memory_and_work_in_numbers() -> None:
-    of = problem(64, 96, dims=(2, 300, 500, 4, 2))
-    made = plan(of, DEVICES["sm_90"])
-    assert (made.out_bytes, made.lse_bytes, made.workspace_bytes) == (2 * 2 * 300 * 4 * 96, 4 * 2 * 4 * 300, 0)
-    assert made.flops == 2 * 2 * 4 * 300 * 500 * (64 + 96)
-    wide = problem(64, 96, dims=(2, 300, 500, 4, 2), out_dtype="float32")
-    assert plan(wide, DEVICES["sm_90"]).out_bytes == 2 * made.out_bytes
-    assert plan(problem(op="lse"), DEVICES["sm_90"]).out_bytes == 0
-    assert plan(problem(dtype="float64"), None).lse_bytes == 8 * 2 * 4 * 300
+    problem = make_problem(64, 96, dims=(2, 300, 500, 4, 2))
+    plan = make_plan(problem, DEVICES["sm_90"])
+    assert (plan.out_bytes, plan.lse_bytes, plan.workspace_bytes) == (2 * 2 * 300 * 4 * 96, 4 * 2 * 4 * 300, 0)
+    assert plan.flops == 2 * 2 * 4 * 300 * 500 * (64 + 96)
+    wide = make_problem(64, 96, dims=(2, 300, 500, 4, 2), out_dtype="float32")
+    assert make_plan(wide, DEVICES["sm_90"]).out_bytes == 2 * plan.out_bytes
+    assert make_plan(make_problem(op="lse"), DEVICES["sm_90"]).out_bytes == 0
+    assert make_plan(make_problem(dtype="float64"), None).lse_bytes == 8 * 2 * 4 * 300
 
 
 @pytest.mark.parametrize("op", RESULTS)
@@ -243,25 +250,25 @@ def test_memory_and_work_in_numbers() -> None:
 def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_own(
     op: str, arch: str, dtype: str
 ) -> None:
-    made = plan(problem(op=op, dtype=dtype, dims=(2, 300, 500, 2, 2)), DEVICES[arch])
-    wanted = [f"device     {made.device}"]
-    if len(made.launches) == 1:
-        wanted.insert(0, f"kernel     {made.kernel}")
-    for launch in made.launches:
+    plan = make_plan(make_problem(op=op, dtype=dtype, dims=(2, 300, 500, 2, 2)), DEVICES[arch])
+    expected = [f"device     {plan.device}"]
+    if len(plan.launches) == 1:
+        expected.insert(0, f"kernel     {plan.kernel}")
+    for launch in plan.launches:
         variant, tile = launch.variant, launch.variant.tile
         text = f"{launch.num_blocks} blocks of {variant.num_threads} threads, {memory(variant.smem_bytes)} of shared "
-        wanted += [f"kernel     {variant.name}: {text}memory each"] * (len(made.launches) > 1)
+        expected += [f"kernel     {variant.name}: {text}memory each"] * (len(plan.launches) > 1)
         if tile is not None:
             padded = f"head dims padded to ({tile.head_dim}, {tile.head_dim_v})"
             shape = f"{tile.block_q} queries x {tile.block_k} keys, {padded}"
-            wanted.append(f"tile       {shape}, {tile.stages} stage{'s' * (tile.stages > 1)}, {tile.warps} warps")
+            expected.append(f"tile       {shape}, {tile.stages} stage{'s' * (tile.stages > 1)}, {tile.warps} warps")
         if launch.arrivals:
-            wanted.append(f"splits     {launch.splits_text}")
-        wanted += [f"launch     {text}memory each"] * (len(made.launches) == 1)
+            expected.append(f"splits     {launch.splits_text}")
+        expected += [f"launch     {text}memory each"] * (len(plan.launches) == 1)
     if (arch, dtype) == ("sm_90", "float32"):
-        wanted.append("fallback   not Hopper's own kernel: it takes float16 and bfloat16, not float32")
-    sizes = made.out_bytes, made.lse_bytes, made.workspace_bytes
+        expected.append("fallback   not Hopper's own kernel: it takes float16 and bfloat16, not float32")
+    sizes = plan.out_bytes, plan.lse_bytes, plan.workspace_bytes
     text = "out {}, lse {}, workspace {}".format(*map(memory, sizes))
     if op == "backward":
-        text = f"gradients {memory(made.out_bytes)}, workspace {memory(made.workspace_bytes)}"
-    assert str(made).splitlines() == [*wanted, f"memory     {text}", f"work       {work(made.flops)}"]
+        text = f"gradients {memory(plan.out_bytes)}, workspace {memory(plan.workspace_bytes)}"
+    assert str(plan).splitlines() == [*expected, f"memory     {text}", f"work       {work(plan.flops)}"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plans import ARCHS, DTYPES, problem
+from plans import ARCHS, DTYPES
+from plans import problem as make_problem
 from variants import merge_of, variants
 
 import cuflash
@@ -16,7 +17,7 @@ from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning import device as devices
 from cuflash.planning.device import DEVICES
 from cuflash.planning.merge import MAX_STATES
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.planning.variant import Variant
 from cuflash.problem.problem import Problem
 
@@ -24,8 +25,8 @@ H100 = DEVICES["sm_90"]
 SHAPES = ((2, 300, 4, 64), (2, 500, 2, 64), (2, 500, 2, 96))
 
 
-def variants_of(of: Problem, arch: str, misaligned: tuple[str, ...] = ()) -> list[Variant]:
-    return [launch.variant for launch in plan(of, DEVICES[arch], misaligned).launches]
+def variants_of(problem: Problem, arch: str, misaligned: tuple[str, ...] = ()) -> list[Variant]:
+    return [launch.variant for launch in make_plan(problem, DEVICES[arch], misaligned).launches]
 
 
 def test_the_devices_of_the_contract_can_be_named() -> None:
@@ -63,40 +64,40 @@ DATA: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_length_scale_or_mask_is_part_of_what_is_compiled(call: str, arch: str, head_dim: int) -> None:
-    def made(misaligned: tuple[str, ...] = (), **more: Any) -> list[Variant]:
-        given = {"dims": (2, 300, 500, 4, 4), "num_splits": 1} | CALLS[call] | more
-        return variants_of(problem(head_dim, head_dim, **given), arch, misaligned)
+    def kernels(misaligned: tuple[str, ...] = (), **more: Any) -> list[Variant]:
+        arguments = {"dims": (2, 300, 500, 4, 4), "num_splits": 1} | CALLS[call] | more
+        return variants_of(make_problem(head_dim, head_dim, **arguments), arch, misaligned)
 
-    wanted, generic = made(), made(("q",))
+    hoppers, generic = kernels(), kernels(("q",))
     for changes in DATA:
-        assert made(**changes) == wanted
-        assert made(("q",), **changes) == generic
-    capped = made(softcap=3.0)
-    assert capped == made(softcap=6.0)
-    assert [v.softcap for v in capped] == [v.of_warpgroups for v in wanted]  # others ask their parameters
-    assert [replace(v, softcap=False, tile=None) for v in capped] == [replace(v, tile=None) for v in wanted]
-    assert made(("q",), softcap=3.0) == generic
-    assert (wanted == generic) == (arch != "sm_90" or call == "flashd")
+        assert kernels(**changes) == hoppers
+        assert kernels(("q",), **changes) == generic
+    capped = kernels(softcap=3.0)
+    assert capped == kernels(softcap=6.0)
+    assert [v.softcap for v in capped] == [v.of_warpgroups for v in hoppers]  # others ask their parameters
+    assert [replace(v, softcap=False, tile=None) for v in capped] == [replace(v, tile=None) for v in hoppers]
+    assert kernels(("q",), softcap=3.0) == generic
+    assert (hoppers == generic) == (arch != "sm_90" or call == "flashd")
 
 
 def test_out_dtype_and_algorithm_are_part_of_what_is_compiled() -> None:
     for arch in ("sm_80", "sm_90"):
-        (plain,) = variants_of(problem(), arch)
-        assert variants_of(problem(out_dtype="float32"), arch) == [replace(plain, out_dtype="float32")]
-        (flashd,) = variants_of(problem(algorithm="flashd"), arch)
+        (plain,) = variants_of(make_problem(), arch)
+        assert variants_of(make_problem(out_dtype="float32"), arch) == [replace(plain, out_dtype="float32")]
+        (flashd,) = variants_of(make_problem(algorithm="flashd"), arch)
         assert (flashd.algorithm, flashd.source) == ("flashd", "sm80/forward.cu")
 
 
 def test_standard_runs_through_cupy_and_says_what_it_materialises() -> None:
-    made = plan(problem(algorithm="standard"), H100)
-    assert (made.kernel, made.device, made.launches, made.variant) == ("cupy_standard", "H100", (), None)
-    assert made.workspace_bytes >= 4 * 2 * 4 * 300 * 500
-    assert plan(problem(600, 600, algorithm="standard"), H100).kernel == "cupy_standard"
+    plan = make_plan(make_problem(algorithm="standard"), H100)
+    assert (plan.kernel, plan.device, plan.launches, plan.variant) == ("cupy_standard", "H100", (), None)
+    assert plan.workspace_bytes >= 4 * 2 * 4 * 300 * 500
+    assert make_plan(make_problem(600, 600, algorithm="standard"), H100).kernel == "cupy_standard"
 
 
 def test_the_public_plan_takes_shapes_and_a_device_name() -> None:
     for arch in ARCHS:
-        assert cuflash.plan(*SHAPES, dtype="bfloat16", device=arch) == plan(problem(64, 96), DEVICES[arch])
+        assert cuflash.plan(*SHAPES, dtype="bfloat16", device=arch) == make_plan(make_problem(64, 96), DEVICES[arch])
     assert cuflash.plan(*SHAPES[:2], op="lse", dtype="bfloat16", device="sm_80").kernel.startswith("lse_sm80_bf16_d64")
     cpu = cuflash.plan(*SHAPES, op="backward", dtype="bfloat16", device="cpu")
     assert (cpu.kernel, cpu.device, cpu.launches) == ("reference_backward_flash2", "cpu", ())
@@ -109,15 +110,15 @@ def test_the_public_plan_takes_arrays_and_every_argument_of_the_calls() -> None:
     more = {"causal": True, "window_size": (9, -1), "diagonal_offset": 3, "softcap": 2.0, "softmax_scale": 0.5}
     forward = {"algorithm": "flashd", "out_dtype": "float32"}
     for op, extra in (("forward", forward), ("backward", {"deterministic": True})):
-        made = cuflash.plan(q, k, v, op=op, device="sm_90", **more, **extra)  # type: ignore[arg-type]
-        assert made == plan(problem(64, 96, op=op, dtype="float16", **more, **extra), H100)
-    assert cuflash.plan(q, k, v, op="backward", device="sm_80") == plan(
-        problem(64, 96, op="backward", dtype="float16", deterministic=False), DEVICES["sm_80"]
+        plan = cuflash.plan(q, k, v, op=op, device="sm_90", **more, **extra)  # type: ignore[arg-type]
+        assert plan == make_plan(make_problem(64, 96, op=op, dtype="float16", **more, **extra), H100)
+    assert cuflash.plan(q, k, v, op="backward", device="sm_80") == make_plan(
+        make_problem(64, 96, op="backward", dtype="float16", deterministic=False), DEVICES["sm_80"]
     )
     out = np.zeros((2, 300, 4, 96 + 1), np.float16)[..., :96]
-    made = cuflash.plan(q, k, v, out=out, device="sm_90")
-    assert not made.variant.of_warpgroups
-    assert "strides of out" in made.fallback
+    plan = cuflash.plan(q, k, v, out=out, device="sm_90")
+    assert not plan.variant.of_warpgroups
+    assert "strides of out" in plan.fallback
 
 
 def test_shapes_are_planned_on_the_first_gpu_or_else_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +169,9 @@ def test_what_no_kernel_does_is_unsupported_with_a_way_out(dtype: str) -> None:
     for arch in ("sm_80", "sm_90"):
         for op in ("forward", "lse", "backward"):
             with pytest.raises(UnsupportedError, match=r"float64.*cast.*float32, bfloat16.*NumPy"):
-                plan(problem(op=op, dtype="float64"), DEVICES[arch])
+                make_plan(make_problem(op=op, dtype="float64"), DEVICES[arch])
             with pytest.raises(UnsupportedError, match=r"batch 1048576 .*at most 2147483647.*Split the batch"):
-                plan(problem(op=op, dims=(2**20, 2**20, 1, 1, 1), dtype=dtype), DEVICES[arch])
+                make_plan(make_problem(op=op, dims=(2**20, 2**20, 1, 1, 1), dtype=dtype), DEVICES[arch])
         for op, dims, words in (
             ("forward", (513, 64), r"\(513, 64\).*1 to 256 always fit.*NumPy arrays.*'standard'"),
             ("forward", (64, 513), r"\(64, 513\).*1 to 256 always fit"),
@@ -178,18 +179,18 @@ def test_what_no_kernel_does_is_unsupported_with_a_way_out(dtype: str) -> None:
             ("backward", (64, 257), rf"\(64, 257\) in {dtype}.*{arch}.*1 to 256"),
         ):
             with pytest.raises(UnsupportedError, match=words):
-                plan(problem(*dims, op=op, dtype=dtype), DEVICES[arch])
+                make_plan(make_problem(*dims, op=op, dtype=dtype), DEVICES[arch])
     for arch, device in DEVICES.items():  # head dims up to 512 have a tile where there is room
         if dtype != "float32" or arch not in ("sm_86", "sm_89", "sm_120"):
-            assert plan(problem(512, 512, dtype=dtype), device).kernel.startswith("forward_sm80")
+            assert make_plan(make_problem(512, 512, dtype=dtype), device).kernel.startswith("forward_sm80")
             continue
         with pytest.raises(UnsupportedError, match=rf"\(512, 512\) in float32.*{arch}.*'standard'"):
-            plan(problem(512, 512, dtype=dtype), device)
+            make_plan(make_problem(512, 512, dtype=dtype), device)
     for states, words in (
         (merge_of(dtype, 64, rows=2**40), "outs of shape .*at most 2147483647"),
         (merge_of(dtype, 64)._replace(dtype="float64"), "float64.*cast.*NumPy"),
         (merge_of(dtype, 64, MAX_STATES + 1), rf"{MAX_STATES + 1} states.*at most {MAX_STATES}.*Merge groups"),
     ):
         with pytest.raises(UnsupportedError, match=words):
-            plan(states, H100)
-    assert plan(merge_of(dtype, 64, MAX_STATES), H100).kernel.startswith("merge_portable")
+            make_plan(states, H100)
+    assert make_plan(merge_of(dtype, 64, MAX_STATES), H100).kernel.startswith("merge_portable")

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plans import ARCHS, DTYPES, problem
+from plans import ARCHS, DTYPES
+from plans import problem as make_problem
 from variants import edges
 
 from cuflash.planning.device import DEVICES, Device
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.planning.tiles_sm80 import BACKWARD, DECODE, DQ, SMEM_RESERVED, TILES, choose
 from cuflash.problem.dtypes import DTYPES as TABLE
 
@@ -67,8 +68,8 @@ def test_known_gpus_have_tiles_for_head_dims_up_to_256(arch: str, dtype: str) ->
             assert tile.head_dim_v * tile.max_slices >= head_dim_v
             assert tile.smem_bytes(itemsize) <= device.smem_per_block
         for algorithm in ("flash1", "flashd"):
-            made = plan(problem(head_dim, head_dim_v, dtype=dtype, algorithm=algorithm), device)
-            assert not made.variant.tile.flash2_only
+            plan = make_plan(make_problem(head_dim, head_dim_v, dtype=dtype, algorithm=algorithm), device)
+            assert not plan.variant.tile.flash2_only
 
 
 def test_no_tile_of_forward_reaches_farther_than_its_docstring_says() -> None:

@@ -24,12 +24,12 @@ CAPPED = (False, True)
 EVERY = [pytest.param(row, id=f"{type(row).__name__}-{n}") for n, row in enumerate((*TILES, *BACKWARD, *ROWS))]
 
 
-def chosen(row: Any, head_dim: int, head_dim_v: int, capped: bool, seen: float | None = None) -> Any:
-    """What the table of a row has for these head dims; `seen` is by default what the row is for."""
+def chosen(row: Any, head_dim: int, head_dim_v: int, capped: bool, count: float | None = None) -> Any:
+    """What the table of a row has for these head dims; `count` is by default what the row is for."""
     if row in TILES:
-        return choose("forward", head_dim, head_dim_v, seen or row.max_keys or MANY, capped)
+        return choose("forward", head_dim, head_dim_v, count or row.max_keys or MANY, capped)
     if row in BACKWARD:
-        return choose_backward(head_dim, head_dim_v, row.min_queries if seen is None else seen, capped)
+        return choose_backward(head_dim, head_dim_v, row.min_queries if count is None else count, capped)
     tiles = choose_rows(head_dim, head_dim_v, capped)
     return tiles[GRADIENTS.index(row.gradient)] if tiles else None
 
@@ -39,8 +39,8 @@ def test_a_row_is_chosen_up_to_its_head_dims_and_for_its_scores(row: Any) -> Non
     assert row.smem_bytes(2) <= DEVICES["sm_90"].smem_per_block
     for capped in CAPPED:
         for down in ((0, 0), (31, 0), (0, 31)):
-            found = chosen(row, row.head_dim - down[0], row.head_dim_v - down[1], capped)
-            assert (found is row) == (row.softcap in (None, capped))
+            tile = chosen(row, row.head_dim - down[0], row.head_dim_v - down[1], capped)
+            assert (tile is row) == (row.softcap in (None, capped))
         for dims in ((row.head_dim + 1, row.head_dim_v), (row.head_dim, row.head_dim_v + 1)):
             other = chosen(row, *dims, capped)
             assert other is not row
@@ -50,14 +50,18 @@ def test_a_row_is_chosen_up_to_its_head_dims_and_for_its_scores(row: Any) -> Non
 @pytest.mark.parametrize("capped", CAPPED)
 def test_head_dims_up_to_the_last_row_have_tiles(capped: bool) -> None:
     for dims in product(range(1, 260, 3), range(1, 260, 3)):
-        found = choose("forward", *dims, 100.0, capped), choose_backward(*dims, 0, capped), choose_rows(*dims, capped)
-        for most, tiles in zip((256, 128, 256), (found[:1], found[1:2], found[2]), strict=True):
+        tiles_of_ops = (
+            choose("forward", *dims, 100.0, capped),
+            choose_backward(*dims, 0, capped),
+            choose_rows(*dims, capped),
+        )
+        for most, tiles in zip((256, 128, 256), (tiles_of_ops[:1], tiles_of_ops[1:2], tiles_of_ops[2]), strict=True):
             assert (None in tiles or not tiles) == (max(dims) > most)
             for tile in tiles if max(dims) <= most else ():
                 assert (tile.head_dim >= dims[0], tile.head_dim_v >= dims[1]) == (True, True)
                 assert tile.softcap in (None, capped)
-        assert [tile.gradient for tile in found[2]] in ([], list(GRADIENTS))
-        assert len({(tile.head_dim, tile.head_dim_v) for tile in found[2]}) <= 1
+        assert [tile.gradient for tile in tiles_of_ops[2]] in ([], list(GRADIENTS))
+        assert len({(tile.head_dim, tile.head_dim_v) for tile in tiles_of_ops[2]}) <= 1
 
 
 @pytest.mark.parametrize("capped", CAPPED)

@@ -26,13 +26,13 @@ def claims(rng: np.random.Generator) -> Iterator[str]:
         num_heads = batch * heads * parts
         index = int(rng.integers(num_heads * num_blocks))
         signature = f"lpt_order({index}, {num_blocks}, {num_heads}, {together})"
-        for call, at in (
+        for call, work in (
             (signature, lpt_order(index, num_blocks, num_heads, together)),
             (f"head_by_head({index}, {num_blocks})", head_by_head(index, num_blocks)),
         ):
-            yield "is({}, {}, {})".format(call, *at)
+            yield "is({}, {}, {})".format(call, *work)
             yield "is(Work({}, {}, {}), {}, {}, {}, {})".format(
-                call, heads, parts, *Work.from_head_block(at, heads, parts)
+                call, heads, parts, *Work.from_head_block(work, heads, parts)
             )
         begin, end, size = (int(n) for n in rng.integers(1, 300, 3))
         tiles = covering((begin, end), size)
