@@ -49,7 +49,9 @@ def test_the_kernels_of_each_device_in_order(arch: str, dtype: str, deterministi
 
 def test_only_delta_is_told_of_an_out_in_float32() -> None:
     problem = make_problem(op="backward", dims=(2, 300, 500, 2, 2))
-    wide = Problem.from_specs(problem.op, [*problem.specs[:4], problem.spec("out")._replace(dtype="float32")], Options())
+    wide = Problem.from_specs(
+        problem.op, [*problem.specs[:4], problem.spec("out")._replace(dtype="float32")], Options()
+    )
     for arch in ("sm_80", "sm_90"):
         plain, plan = make_plan(problem, DEVICES[arch]), make_plan(wide, DEVICES[arch])
         assert plan.launches[0].variant == replace(plain.launches[0].variant, out_dtype="float32")
