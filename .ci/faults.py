@@ -209,11 +209,11 @@ def main() -> int:
             here.tree = copied(Path(tempfile.mkdtemp(dir=folder)))
 
         with ThreadPoolExecutor(os.cpu_count(), initializer=prepare) as pool:
-            found = list(pool.map(lambda fault: is_caught(fault, here.tree), faults))
-    for fault, caught in zip(faults, found, strict=True):
+            results = list(pool.map(lambda fault: is_caught(fault, here.tree), faults))
+    for fault, caught in zip(faults, results, strict=True):
         print(f"{'caught' if caught else 'NOT CAUGHT':<10}  {fault.path}: {fault.name}")
-    print(f"{sum(found)} of {len(found)} faults were caught")
-    return int(not all(found) or not found)
+    print(f"{sum(results)} of {len(results)} faults were caught")
+    return int(not all(results) or not results)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,8 @@ KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that 
     "speech": lambda name: name.startswith(("Whisper", "wav2vec")),
     "diffusion, video, structures": lambda name: True,
 }
-DEVICES = {  # wrong results that others know of
-    ("FlashAttention-4", "backward"): " ([PR 2896](https://github.com/Dao-AILab/flash-attention/pull/2896))",
-}
+# Wrong results that others know of.
+WRONG = {("FlashAttention-4", "backward"): " ([PR 2896](https://github.com/Dao-AILab/flash-attention/pull/2896))"}
 OURS = {"forward": "flash2", "backward": "backward"}  # ops, and the names of what is timed
 Rows = list[dict[str, Any]]
 
@@ -75,8 +74,8 @@ def times(ratio: float | None) -> str:
 
 def span(numbers: Iterable[float], places: int = 2) -> str:
     """The least and the greatest of numbers, in words."""
-    found = sorted(numbers)
-    least, greatest = (f"{x:.{places}f}" for x in (found[0], found[-1]))
+    ordered = sorted(numbers)
+    least, greatest = (f"{x:.{places}f}" for x in (ordered[0], ordered[-1]))
     return least if least == greatest else f"{least} to {greatest}"
 
 
@@ -86,12 +85,12 @@ def short(length: int) -> str:
 
 def speed(gpu: str, ops: tuple[str, ...], seqlens: tuple[int, ...] = ()) -> str:
     """TFLOP/s by head dim, mask and length: all lengths, or some."""
-    found = {op: [x for x in first_of_ours(rows_of(gpu, "paper", op)) if x["dtype"] == "bfloat16"] for op in ops}
-    seqlens = seqlens or tuple(lengths(found[ops[0]]))
+    by_op = {op: [x for x in first_of_ours(rows_of(gpu, "paper", op)) if x["dtype"] == "bfloat16"] for op in ops}
+    seqlens = seqlens or tuple(lengths(by_op[ops[0]]))
     lines = []
-    for dim, causal in sorted({(row["head_dim"], row["causal"]) for row in found[ops[0]]}):
+    for dim, causal in sorted({(row["head_dim"], row["causal"]) for row in by_op[ops[0]]}):
         line = [str(dim), "causal" if causal else "none"]
-        for rows in found.values():
+        for rows in by_op.values():
             here = {row["seqlen_q"]: row for row in rows if (row["head_dim"], row["causal"]) == (dim, causal)}
             line += [f"{here[seqlen]['tflops']:.0f}{times(best(here[seqlen]))}" for seqlen in seqlens]
         lines.append(line)
@@ -102,8 +101,8 @@ def speed(gpu: str, ops: tuple[str, ...], seqlens: tuple[int, ...] = ()) -> str:
 def speed_in_words(op: str, gpu: str) -> str:
     """How many times as fast as the fastest peers."""
     rows = [row for row in first_of_ours(rows_of(gpu, "paper", op)) if row["dtype"] == "bfloat16"]
-    found = [ratio for row in rows if (ratio := best(row)) is not None]
-    return f"{geometric_mean(found):.2f} times in the geometric mean of {len(found)} calls, {span(found)}"
+    ratios = [ratio for row in rows if (ratio := best(row)) is not None]
+    return f"{geometric_mean(ratios):.2f} times in the geometric mean of {len(ratios)} calls, {span(ratios)}"
 
 
 def models(gpu: str) -> str:
@@ -113,9 +112,9 @@ def models(gpu: str) -> str:
     for kind, belongs in KINDS.items():
         line = [kind]
         for op, rows in left.items():
-            found = [ratio for row in rows if belongs(row["name"]) and (ratio := best(row)) is not None]
+            ratios = [ratio for row in rows if belongs(row["name"]) and (ratio := best(row)) is not None]
             left[op] = [row for row in rows if not belongs(row["name"])]
-            columns = [f"{geometric_mean(found):.2f}", span(found), str(len(found))] if found else []
+            columns = [f"{geometric_mean(ratios):.2f}", span(ratios), str(len(ratios))] if ratios else []
             line += columns or ["–"] * 3
         lines.append(line)
     return table(["kind", *(f"{op}, {what}" for op in left for what in ("mean", "range", "calls"))], lines)
@@ -123,12 +122,15 @@ def models(gpu: str) -> str:
 
 def wrong(gpu: str) -> str:
     """Of whom results were wrong, at which head dims."""
-    found: dict[tuple[str, str], set[int]] = {}
+    head_dims: dict[tuple[str, str], set[int]] = {}
     for row in read(gpu, "models")["rows"]:
         if row["wrong"]:
-            found.setdefault((row["contender"], row["op"]), set()).add(row["head_dim"])
-    texts = {of: f"{DEVICES.get(of, '')}, head dims {', '.join(map(str, sorted(dims)))}" for of, dims in found.items()}
-    return "\n".join(f"- {op} of {name}{text}" for (name, op), text in texts.items()) or "None."
+            head_dims.setdefault((row["contender"], row["op"]), set()).add(row["head_dim"])
+    lines = []
+    for (name, op), dims in head_dims.items():
+        issue = WRONG.get((name, op), "")
+        lines.append(f"- {op} of {name}{issue}, head dims {', '.join(map(str, sorted(dims)))}")
+    return "\n".join(lines) or "None."
 
 
 def decode(gpu: str) -> str:
@@ -145,10 +147,10 @@ def decode(gpu: str) -> str:
 def masks(gpu: str) -> str:
     """TFLOP/s of masks and functions beside flex_attention."""
     lines = []
-    found = {op: rows_of(gpu, "masks", op) for op in ("forward", "backward")}
-    for name in dict.fromkeys(row["name"] for row in found["forward"]):
+    by_op = {op: rows_of(gpu, "masks", op) for op in ("forward", "backward")}
+    for name in dict.fromkeys(row["name"] for row in by_op["forward"]):
         line = [name]
-        for rows in found.values():
+        for rows in by_op.values():
             ours = next((row for row in first_of_ours(rows) if row["name"] == name), None)
             line.append("–" if ours is None else f"{ours['tflops']:.0f}{times(ours['ratios'].get('torch flex'))}")
         lines.append(line)
@@ -194,38 +196,38 @@ def install() -> str:
 def errors() -> dict[tuple[str, str, float], list[float]]:
     """By kind of dtype, op and size of the scores, the largest ratios of our errors to those of the worst peer."""
     _, rows = of_errors.read(RESULTS / "accuracy.json")
-    found: dict[tuple[str, str, float], list[float]] = {}
+    ratios: dict[tuple[str, str, float], list[float]] = {}
     for row in rows:
         if row.ours and (ratio := of_errors.ratio(rows, row, max)):
             kind = "float32" if row.setting.case.dtype == "float32" else "16 bits"
-            found.setdefault((kind, row.op, row.setting.size), []).append(ratio)
-    return found
+            ratios.setdefault((kind, row.op, row.setting.size), []).append(ratio)
+    return ratios
 
 
 def accuracy() -> str:
     """Our errors to the largest of the peers' by size of the scores."""
-    found, lines = errors(), []
-    for kind, size in dict.fromkeys((kind, size) for kind, _, size in found):
-        both = [found.get((kind, op, size), []) for op in ("forward", "backward")]
+    ratios, lines = errors(), []
+    for kind, size in dict.fromkeys((kind, size) for kind, _, size in ratios):
+        both = [ratios.get((kind, op, size), []) for op in ("forward", "backward")]
         lines.append([kind, f"{size:g}", *(span(x) if x else "–" for x in both)])
     return table(("dtype", "size of the scores", "forward", "backward"), lines)
 
 
 def accuracy_in_words() -> str:
     """The same in a sentence."""
-    found, (low, high) = errors(), of_errors.BETWEEN
+    ratios, (low, high) = errors(), of_errors.BETWEEN
 
-    def of(kind: str, chosen: Callable[[str, float], bool]) -> list[float]:
-        return [x for (this, op, size), some in found.items() if this == kind and chosen(op, size) for x in some]
+    def chosen_ratios(kind: str, chosen: Callable[[str, float], bool]) -> list[float]:
+        return [x for (this, op, size), some in ratios.items() if this == kind and chosen(op, size) for x in some]
 
-    plain = span(of("16 bits", lambda op, size: size <= low))
-    between = span(of("16 bits", lambda op, size: op == "forward" and low < size < high))
-    largest = max(of("16 bits", lambda op, size: size > low and (op == "backward" or size >= high)))
+    plain = span(chosen_ratios("16 bits", lambda op, size: size <= low))
+    between = span(chosen_ratios("16 bits", lambda op, size: op == "forward" and low < size < high))
+    largest = max(chosen_ratios("16 bits", lambda op, size: size > low and (op == "backward" or size >= high)))
     return filled(
         f"On one {card('', 'accuracy')}, in 16 bits ours are {plain} times the largest of theirs where scores have "
         f"size 1, and up to {largest:.2f} times where they are larger, so that one key outweighs the others, but for "
         f"forward with scores of size 3, {between} times; in float32 (three TF32 products) "
-        f"{span(of('float32', lambda op, size: True))} times."
+        f"{span(chosen_ratios('float32', lambda op, size: True))} times."
     )
 
 
@@ -295,8 +297,8 @@ def filled(text: str) -> str:
 def first_calls(kind: str) -> str:
     """Seconds of first calls of our kernels: "cold", where they are compiled, or "disk", where the cache has them."""
     startup = read(shown(), "paper")["startup"][kind]
-    found = [seconds for op in ("forward", "backward") for seconds in startup[op].values()]
-    return f"{span(found, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in found), 0)} ms"
+    times = [seconds for op in ("forward", "backward") for seconds in startup[op].values()]
+    return f"{span(times, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in times), 0)} ms"
 
 
 def first_calls_of_peer(name: str, factor: float, unit: str) -> str:
@@ -307,18 +309,18 @@ def first_calls_of_peer(name: str, factor: float, unit: str) -> str:
 
 def host_times(name: str) -> str:
     """Host time of a repeated call of a contender."""
-    found = read(shown(), "paper")["host_seconds"]
-    times = (f"{op} {found[f'{op}, {name.format(op=of_op)}, torch arrays'] * 1e6:.0f} µs" for op, of_op in OURS.items())
-    return ", ".join(times)
+    host_seconds = read(shown(), "paper")["host_seconds"]
+    seconds = {op: host_seconds[f"{op}, {name.format(op=ours)}, torch arrays"] for op, ours in OURS.items()}
+    return ", ".join(f"{op} {each * 1e6:.0f} µs" for op, each in seconds.items())
 
 
 def models_in_words() -> str:
     """Means over calls of models, in how many of them ours is faster than the fastest peer, and on which GPU."""
     gpu, rows = shown("models"), []
     for op in OURS:
-        found = [ratio for row in first_of_ours(rows_of(gpu, "models", op)) if (ratio := best(row)) is not None]
-        ahead = sum(ratio > 1 for ratio in found)
-        rows.append(f"{op} {geometric_mean(found):.2f} times, ahead in {ahead} of {len(found)} calls")
+        ratios = [ratio for row in first_of_ours(rows_of(gpu, "models", op)) if (ratio := best(row)) is not None]
+        ahead = sum(ratio > 1 for ratio in ratios)
+        rows.append(f"{op} {geometric_mean(ratios):.2f} times, ahead in {ahead} of {len(ratios)} calls")
     return f"{'; '.join(rows)}, on one {card(gpu, 'models')}"
 
 
@@ -339,21 +341,21 @@ PLACE = re.compile(r"(<!-- ([\w -]+) -->(\n?)).*?<!-- end -->", re.DOTALL)
 
 def with_figures(text: str) -> str:
     """README.md with its figures as the files have them."""
-    names = {found[1] for found in PLACE.findall(text)}
+    names = {match[1] for match in PLACE.findall(text)}
     if names != PLACES.keys():
         sys.exit(f"README.md has places for {sorted(names)}, but there are figures for {sorted(PLACES)}")
-    return PLACE.sub(lambda found: f"{found[1]}{PLACES[found[2]]()}{found[3]}<!-- end -->", text)
+    return PLACE.sub(lambda match: f"{match[1]}{PLACES[match[2]]()}{match[3]}<!-- end -->", text)
 
 
 def main() -> None:
     readme, other = ROOT / "README.md", RESULTS / "README.md"
     text = readme.read_text("utf-8")
-    made = {readme: with_figures(text), other: details()}
+    texts = {readme: with_figures(text), other: details()}
     if sys.argv[1:] == ["--check"]:
-        off = [path.name for path, wanted in made.items() if path.read_text("utf-8") != wanted]
+        off = [path.name for path, expected in texts.items() if path.read_text("utf-8") != expected]
         sys.exit(f"{off} differ from the files under examples/results: run .ci/readme_tables.py" if off else 0)
-    for path, wanted in made.items():
-        path.write_text(wanted, "utf-8")
+    for path, expected in texts.items():
+        path.write_text(expected, "utf-8")
 
 
 if __name__ == "__main__":

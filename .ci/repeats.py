@@ -35,15 +35,15 @@ __device__ float number(unsigned bits, int kind) {
 }
 
 // Counts what differs by more than the tolerance, and leaves NaN.
-extern "C" __global__ void compare(void* found, const void* wanted, long long size, int kind, float tolerance,
+extern "C" __global__ void compare(void* result, const void* expected, long long size, int kind, float tolerance,
                                    int* wrong) {
   for (long long i = blockIdx.x * 256LL + threadIdx.x; i < size; i += gridDim.x * 256LL) {
-    unsigned x = bits(found, i, kind), y = bits(wanted, i, kind);
+    unsigned x = bits(result, i, kind), y = bits(expected, i, kind);
     // why so: NaN is beyond every tolerance
     bool close = tolerance > 0 && fabsf(number(x, kind) - number(y, kind)) <= tolerance;
     if (x != y && !close) atomicAdd(wrong, 1);
-    if (kind == 0) static_cast<unsigned*>(found)[i] = -1;
-    else static_cast<unsigned short*>(found)[i] = -1;
+    if (kind == 0) static_cast<unsigned*>(result)[i] = -1;
+    else static_cast<unsigned short*>(result)[i] = -1;
   }
 }
 extern "C" __global__ void hold(long long cycles) {
@@ -77,22 +77,22 @@ class Traffic:
                     self._hold((self._half,), (32,), (next(self._times),), shared_mem=HELD)
 
 
-def repeat(made: sanitize.Prepared, times: int, compare: Compare, traffic: Traffic) -> None:
+def repeat(prepared: sanitize.Prepared, times: int, compare: Compare, traffic: Traffic) -> None:
     """Makes a call so often in graphs, and compares its results with those that it had alone."""
-    alone, again = made.call(), made.call()
-    wanted = [x.copy() for x in alone]
+    alone, again = prepared.call(), prepared.call()
+    expected = [x.copy() for x in alone]
     # why: what is written in place, two graphs would write at once.
     count = 1 if any(x.data.ptr == y.data.ptr for x, y in zip(alone, again, strict=True)) else 2
-    largest = [0.0 if made.repeats or not x.size else float(cupy.abs(x.astype("float32")).max()) for x in wanted]
+    largest = [0.0 if prepared.repeats or not x.size else float(cupy.abs(x.astype("float32")).max()) for x in expected]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(count)]
-    graphs, kept = [], []
+    graphs, results = [], []
     cupy.cuda.Device().synchronize()
     for stream in streams:
         with stream:
             stream.begin_capture()
             for _ in range(IN_A_GRAPH):
-                kept.append(made.call())
-                for x, like, unit in zip(kept[-1], wanted, largest, strict=True):
+                results.append(prepared.call())
+                for x, like, unit in zip(results[-1], expected, largest, strict=True):
                     compare(x, like, TOLERANCE * unit)
             graphs.append(stream.end_capture())
     for _ in range(-(-times // (count * IN_A_GRAPH))):
@@ -110,18 +110,18 @@ def main() -> None:
     module, wrong, failed, started = cupy.RawModule(code=SOURCE), cupy.zeros(1, "int32"), 0, time.perf_counter()
     traffic = Traffic(module)
 
-    def compare(found: Any, wanted: Any, tolerance: float) -> None:
-        assert found.flags.c_contiguous
-        arguments = found, wanted, found.size, KINDS[str(found.dtype)], cupy.float32(tolerance), wrong
-        module.get_function("compare")((min(264, 1 + found.size // 2048),), (256,), arguments)
+    def compare(result: Any, expected: Any, tolerance: float) -> None:
+        assert result.flags.c_contiguous
+        arguments = result, expected, result.size, KINDS[str(result.dtype)], cupy.float32(tolerance), wrong
+        module.get_function("compare")((min(264, 1 + result.size // 2048),), (256,), arguments)
 
-    for count, made in enumerate(sanitize.calls(part, parts, once=True)):
+    for count, prepared in enumerate(sanitize.calls(part, parts, once=True)):
         # why before it: a kernel that waits for ever is the one that is named last.
-        print(f"{part}/{parts} {count} ({time.perf_counter() - started:.0f} s): {made.name}", flush=True)
-        repeat(made, times, compare, traffic)
-        if found := int(wrong[0]):
+        print(f"{part}/{parts} {count} ({time.perf_counter() - started:.0f} s): {prepared.name}", flush=True)
+        repeat(prepared, times, compare, traffic)
+        if differing := int(wrong[0]):
             failed += 1
-            print(f"{made.name}: {found} elements differ", flush=True)
+            print(f"{prepared.name}: {differing} elements differ", flush=True)
             wrong[...] = 0
     sys.exit(f"{failed} calls differ" if failed else 0)
 

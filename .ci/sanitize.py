@@ -94,23 +94,22 @@ def work() -> dict[Call, list[Variant]]:
         generic = [how + BACKWARDS for how in ways if how in ("flash2", *BACKWARD)]
         calls += [(gpu, case, how) for how in (*ways, *generic)]
     calls += [(device.query(0), case, how) for case, ways in cases.hopper_sequence_cases() for how in ways]
-    found: dict[tuple[Any, ...], tuple[Call, list[Variant]]] = {}
+    distinct: dict[tuple[Any, ...], tuple[Call, list[Variant]]] = {}
     for gpu, case, how in calls:
         with contextlib.suppress(UnsupportedError):  # the largest head dims fit neither the smallest GPUs nor backward
             variants = variants_of(plans(gpu, case, how))
-            found.setdefault((case, how.removesuffix(BACKWARDS), *variants), ((gpu, case, how), variants))
-    return dict(found.values())
+            distinct.setdefault((case, how.removesuffix(BACKWARDS), *variants), ((gpu, case, how), variants))
+    return dict(distinct.values())
 
 
 @cache
 def mod_work() -> dict[Call, list[Variant]]:
     """All calls with score_mod, mask_mod, bias, sinks and dropout, by both families of kernels, and their kernels."""
     ways = [(case, how) for case, hows in cases.mod_cases() for how in hows]
-    generic = [
-        (case, how + BACKWARDS) for case, how in ways if isinstance(case.case, Case) and how not in ALGORITHMS[1:]
-    ]
+    dense = [(case, how) for case, how in ways if isinstance(case.base, Case)]
+    generic = [(case, how + BACKWARDS) for case, how in dense if how not in ALGORITHMS[1:]]
     # why packed alone: they reach all of these kernels.
-    few = [(case, how) for case, how in ways if case.case.name.startswith("few_") and case.case.place_q == "packed"]
+    few = [(case, how) for case, how in ways if case.base.name.startswith("few_") and case.base.place_q == "packed"]
     calls = [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
     return {(device.query(0), *call): variants_of(mod_plans(*call)) for call in calls}
 
@@ -126,8 +125,8 @@ def mod_plans(case: ModCase, how: str) -> list[Plan]:
     if op in BACKWARD:
         more = {"op": "backward", "deterministic": BACKWARD[op], "captured_grads": grads}
         return [cuflash.plan(**arguments), cuflash.plan(**arguments, **more)]
-    found = [cuflash.plan(**arguments, algorithm=op)]
-    return found if op != "flash2" else [*found, cuflash.plan(**keys_alone(arguments), op="lse")]
+    forward = [cuflash.plan(**arguments, algorithm=op)]
+    return forward if op != "flash2" else [*forward, cuflash.plan(**keys_alone(arguments), op="lse")]
 
 
 def arguments_of(case: AnyCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None]:
@@ -135,8 +134,8 @@ def arguments_of(case: AnyCase, how: str, *ways: Any) -> tuple[dict[str, Any], t
     if isinstance(case, ModCase):
         arguments, grads = case.arguments(*ways)
     else:
-        given = cases.dense_arguments(case) if isinstance(case, Case) else case.arguments()
-        arguments, grads = put_all(given, *ways), None
+        plain = cases.dense_arguments(case) if isinstance(case, Case) else case.arguments()
+        arguments, grads = put_all(plain, *ways), None
     return arguments | ({"q": backwards(arguments["q"])} if how.endswith(BACKWARDS) else {}), grads
 
 
@@ -147,18 +146,18 @@ def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def variants() -> list[Variant]:
     """All kernels that `run` launches, except a few of `merges_and_views` and `appends_to_caches`."""
-    found = _reached(work() | mod_work())
+    launched = _reached(work() | mod_work())
     lse = ArraySpec.contiguous((1, 1, 1), "float32")
     states = [[ArraySpec.contiguous((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
-    made = [plan(Problem.from_specs(merge_op(1), specs, Options()), device.query(0)) for specs in states]
+    plans = [plan(Problem.from_specs(merge_op(1), specs, Options()), device.query(0)) for specs in states]
     caches = [[row] * 4 + [ArraySpec.contiguous((1,), "int32")] for row, _ in states]
-    made += [plan(Problem.from_specs(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
-    return list(dict.fromkeys([*found, *variants_of(made)]))
+    plans += [plan(Problem.from_specs(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
+    return list(dict.fromkeys([*launched, *variants_of(plans)]))
 
 
-def unreached(wanted: list[Variant]) -> list[str]:
+def unreached(launched: list[Variant]) -> list[str]:
     """Rows of the tile tables that no call uses on this GPU."""
-    reached = {(variant.dtype, variant.tile, variant.softcap, variant.is_varlen) for variant in wanted}
+    reached = {(variant.dtype, variant.tile, variant.softcap, variant.is_varlen) for variant in launched}
     rows: list[tuple[str, Any, bool, bool]] = []  # dtype, row, whether scores are capped, whether lengths differ
     for dtype, lengths in itertools.product(tiles_sm80.TILES, (False, True)):
         rows += [(dtype, row, False, lengths) for row in (*tiles_sm80.TILES[dtype], *tiles_sm80.DQ[dtype])]
@@ -184,20 +183,20 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
     once: only calls of which a kernel is not one of those before, and whose results repeat, but for what is summed in
     any order. So no lengths are wrong: two sequences might write the same rows. which: see above.
     """
-    found, generic = work() | mod_work(), which == "run-generic"
+    chosen, generic = work() | mod_work(), which == "run-generic"
     if which == "run-short":
-        short = {call: kernels for call, kernels in found.items() if cases.MANY_PIECES not in call[1].name}
-        assert {*_reached(short)} == {*_reached(found)}, f"calls of {cases.MANY_PIECES} alone reach some kernel"
-        found = short
+        short = {call: kernels for call, kernels in chosen.items() if cases.MANY_PIECES not in call[1].name}
+        assert {*_reached(short)} == {*_reached(chosen)}, f"calls of {cases.MANY_PIECES} alone reach some kernel"
+        chosen = short
     if generic:
-        found = {call: kernels for call, kernels in found.items() if _are_generic([*kernels, *_forward_of(*call)])}
+        chosen = {call: kernels for call, kernels in chosen.items() if _are_generic([*kernels, *_forward_of(*call)])}
     if once:
-        seen: set[Variant] = set()
-        tame = {(gpu, _tame(case), how): kernels for (gpu, case, how), kernels in found.items()}
-        found = {call: kernels for call, kernels in tame.items() if _adds(kernels, seen)}
-        print(f"{len(found)} calls of {len(seen)} kernels", flush=True)
+        covered: set[Variant] = set()
+        tame = {(gpu, _tame(case), how): kernels for (gpu, case, how), kernels in chosen.items()}
+        chosen = {call: kernels for call, kernels in tame.items() if _adds(kernels, covered)}
+        print(f"{len(chosen)} calls of {len(covered)} kernels", flush=True)
     query = device.query
-    for gpu, case, how in itertools.islice(found, part, None, parts):
+    for gpu, case, how in itertools.islice(chosen, part, None, parts):
         device.query = lambda ordinal, gpu=gpu: gpu
         CALL_CACHE.clear()
         defined = 0 if getattr(case, "wild", False) else None
@@ -233,23 +232,23 @@ def _sums(how: str) -> bool:
     return not BACKWARD.get(how.removesuffix(BACKWARDS), True)
 
 
-def _adds(kernels: list[Variant], seen: set[Variant]) -> bool:
+def _adds(kernels: list[Variant], covered: set[Variant]) -> bool:
     """Whether one is not seen yet; all are then."""
-    before = len(seen)
-    seen.update(kernels)
-    return len(seen) > before
+    before = len(covered)
+    covered.update(kernels)
+    return len(covered) > before
 
 
 def run(part: int, parts: int, which: str) -> None:
     """Makes all calls, or a part of them, and reads every result."""
     cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
-    for count, made in enumerate(calls(part, parts, which=which)):
-        for number, result in enumerate(made.call()):
+    for count, prepared in enumerate(calls(part, parts, which=which)):
+        for number, result in enumerate(prepared.call()):
             host = cupy.asnumpy(result).astype("float32")
-            is_free = made.defined is not None and number >= made.defined
-            assert is_free or not (host != host).any(), f"{made.name}: NaN"
+            is_free = prepared.defined is not None and number >= prepared.defined
+            assert is_free or not (host != host).any(), f"{prepared.name}: NaN"
         if count % 20 == 0:
-            print(f"{count}: {made.name}", flush=True)
+            print(f"{count}: {prepared.name}", flush=True)
 
 
 def call(case: AnyCase, how: str) -> Callable[[], Results]:
@@ -320,10 +319,10 @@ def appends_to_caches(is_wild: bool) -> Iterator[Prepared]:
 
 def part_of(arguments: list[str]) -> tuple[int, int]:
     """(number, how many parts) of what follows `run`."""
-    found = re.fullmatch(r"(\d+)/(\d+)", " ".join(arguments) or "0/1")
-    if found is None or not int(found[1]) < int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", " ".join(arguments) or "0/1")
+    if match is None or not int(match[1]) < int(match[2]):
         sys.exit(USAGE)
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def compiled(variant: Variant) -> None:
@@ -333,20 +332,20 @@ def compiled(variant: Variant) -> None:
 
 def main() -> None:
     started = time.perf_counter()
-    wanted = variants()
-    missing = unreached(wanted)
+    launched = variants()
+    missing = unreached(launched)
     for row in missing:
         print(f"not reached on this GPU: {row}")
     if missing and device.query(0).arch == "sm_90":
         sys.exit("Hopper, with the most shared memory and kernels of its own, reaches all: add a case")
     if sys.argv[1:] == ["compile"]:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(compiled, wanted))
+            list(pool.map(compiled, launched))
     elif sys.argv[1:2] in (["run"], ["run-generic"], ["run-short"]):
         run(*part_of(sys.argv[2:]), sys.argv[1])
     else:
         sys.exit(USAGE)
-    print(f"{sys.argv[1]}: {len(wanted)} kernels, {time.perf_counter() - started:.0f} s")
+    print(f"{sys.argv[1]}: {len(launched)} kernels, {time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -34,12 +34,9 @@ WRONG = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
 def devices() -> list[Device]:
     """This GPU, and copies of it that claim the shared memory of smaller GPUs."""
     here = device.query(0)
-    smaller = {(known.smem_per_block, known.smem_per_sm) for known in DEVICES.values()}
-    return [here] + [
-        replace(here, smem_per_block=block, smem_per_sm=whole)
-        for block, whole in sorted(smaller, reverse=True)
-        if whole < here.smem_per_sm
-    ]
+    smaller = {(gpu.smem_per_block, gpu.smem_per_sm) for gpu in DEVICES.values() if gpu.smem_per_sm < here.smem_per_sm}
+    sizes = sorted(smaller, reverse=True)
+    return [here, *(replace(here, smem_per_block=block, smem_per_sm=whole) for block, whole in sizes)]
 
 
 def tile_cases() -> Iterator[Case]:
@@ -108,24 +105,23 @@ def wild(arguments: Mapping[str, Any], seed: int) -> dict[str, Any]:
 class SequenceCase:
     """Sequences of several lengths. wide: out in float32. wild: half of the integers on the device are wrong."""
 
-    case: Sequences
+    base: Sequences
     wide: bool = False
     wild: bool = False
     num_splits: int = 0
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.case.dtype}_{self.case.dims[0]}_{self.case.dims[1]}_{self.case.name}{'_wild' if self.wild else ''}"
-        )
+        dims = "_".join(map(str, self.base.dims))
+        return f"{self.base.dtype}_{dims}_{self.base.name}{'_wild' if self.wild else ''}"
 
     @property
     def out_dtype(self) -> str:
-        return "float32" if self.wide else self.case.dtype
+        return "float32" if self.wide else self.base.dtype
 
     def arguments(self) -> dict[str, Any]:
         """All arguments of `cuflash.forward` in NumPy."""
-        drawn, more = varlen_arrays(self.case), self._varlen_kwargs() | {"out_dtype": self.out_dtype}
+        drawn, more = varlen_arrays(self.base), self._varlen_kwargs() | {"out_dtype": self.out_dtype}
         return (wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()) | more
 
     def _varlen_kwargs(self) -> dict[str, Any]:
@@ -134,13 +130,13 @@ class SequenceCase:
     @cache  # noqa: B019 (few cases)
     def problem(self, op: str = "forward", **more: Any) -> Problem:
         """The `Problem` of a public call with these and `more` arguments."""
-        given, whole = shaped(self.case).arguments() | self._varlen_kwargs(), VARLEN_OPS[op]
-        specs = {name: NUMPY.spec(name, x) for name, x in given.items() if isinstance(x, np.ndarray)}
+        arguments, whole = shaped(self.base).arguments() | self._varlen_kwargs(), VARLEN_OPS[op]
+        specs = {name: NUMPY.spec(name, x) for name, x in arguments.items() if isinstance(x, np.ndarray)}
         if op == "forward":
             more["out_dtype"] = self.out_dtype
         if op == "backward":
-            specs["out"] = ArraySpec.contiguous((*given["q"].shape[:-1], self.case.dims[1]), self.out_dtype)
-        options = {name: x for name, x in given.items() if name in Options._fields}
+            specs["out"] = ArraySpec.contiguous((*arguments["q"].shape[:-1], self.base.dims[1]), self.out_dtype)
+        options = {name: x for name, x in arguments.items() if name in Options._fields}
         return Problem.from_specs(whole, [specs.get(name) for name in whole.names], Options(**options, **more))
 
 
@@ -159,8 +155,8 @@ def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
     for dtype, dims in _dims():
         odd = dims[0] - 1, dims[1] - 1
 
-        def case(of: Sequences, dims: tuple[int, int], dtype: str = dtype, **more: bool) -> SequenceCase:
-            return SequenceCase(replace(of, dtype=dtype, dims=dims), **more)
+        def case(base: Sequences, dims: tuple[int, int], dtype: str = dtype, **more: bool) -> SequenceCase:
+            return SequenceCase(replace(base, dtype=dtype, dims=dims), **more)
 
         yield case(packed, dims), ("flash2", *BACKWARD)
         yield case(used, odd, wide=dtype != "float32"), (*ALGORITHMS, *BACKWARD)
@@ -168,9 +164,9 @@ def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         yield case(spare, odd, wild=True), ("flash2", *BACKWARD)
         yield case(replace(pages, page_size=3, **masked), odd, wild=True), ALGORITHMS
         yield case(cache_rows, odd, wild=True), ("flash2",)
-        for of in few, few_rows:
-            yield case(of, dims, wide=dtype != "float32"), ("flash2",)
-            yield case(replace(of, page_size=3), odd, wild=True), ("flash2",)
+        for base in few, few_rows:
+            yield case(base, dims, wide=dtype != "float32"), ("flash2",)
+            yield case(replace(base, page_size=3), odd, wild=True), ("flash2",)
 
 
 def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
@@ -182,23 +178,24 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         shape: dict[str, Any] = {"dtype": dtype, "dims": (tile.head_dim, tile.head_dim_v)}
         heads = (2, 1) if tile.max_keys else (12, 6)  # of two heads, many keys would be shared out
         many = Sequences("many", (200, 1, 150), keys, heads=heads, causal=True, **shape)
-        given: tuple[Any, ...] = few, cached, "packed", "paged"
+        few_queries: tuple[Any, ...] = few, cached, "packed", "paged"
         options: dict[str, Any] = {"used_k": True, "bounded": True, **shape}
         # The rows of a group fit a warp, or do not.
-        decoding = [Sequences("decoding", *given, heads=heads, **options) for heads in ((2, 2), (24, 2))]
+        decoding = [Sequences("decoding", *few_queries, heads=heads, **options) for heads in ((2, 2), (24, 2))]
         both = [many, replace(many, name="many_pages", place_k="paged", used_k=True)]
-        for of in (*both, *(replace(each, name=f"{each.name}_masked", causal=False, **masked) for each in both)):
-            yield SequenceCase(of), ("flash2",)
-            yield SequenceCase(replace(of, name=f"{of.name}_wide", softmax_scale=LARGE), wide=True), ("flash2",)
+        for base in (*both, *(replace(each, name=f"{each.name}_masked", causal=False, **masked) for each in both)):
+            yield SequenceCase(base), ("flash2",)
+            yield SequenceCase(replace(base, name=f"{base.name}_wide", softmax_scale=LARGE), wide=True), ("flash2",)
         of_rows: dict[str, Any] = {"name": "decoding_rows", "place_q": "rectangle", "used_q": True, "bounded": False}
-        both = [*decoding, *(replace(of, heads=(2 * of.heads[0], 2), **of_rows) for of in decoding)]
-        both += [replace(of, name=f"{of.name}_without_pages", place_k="rectangle") for of in both]
+        both = [*decoding, *(replace(base, heads=(2 * base.heads[0], 2), **of_rows) for base in decoding)]
+        both += [replace(base, name=f"{base.name}_without_pages", place_k="rectangle") for base in both]
         several = device.query(0).num_sms // len(few) + 1  # heads that give a thread block several work tiles
         both.append(replace(both[-2], name="decoding_heads", heads=(several, several)))
-        for of in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
-            splits = 2 if of.heads[0] > 4 * of.heads[1] else 0  # why: else they are cut into blocks of a warp's rows
-            yield SequenceCase(of, num_splits=splits), ("flash2",)
-            wide = replace(of, name=f"{of.name}_wide", softmax_scale=LARGE)
+        for base in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
+            # why: else they are cut into blocks of a warp's rows
+            splits = 2 if base.heads[0] > 4 * base.heads[1] else 0
+            yield SequenceCase(base, num_splits=splits), ("flash2",)
+            wide = replace(base, name=f"{base.name}_wide", softmax_scale=LARGE)
             yield SequenceCase(wide, wide=True, wild=True, num_splits=splits), ("flash2",)
     rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]
     lengths = (300, 0, 1, 200), (150, 5, 260, 0)
@@ -207,12 +204,12 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         shape = {"dtype": dtype, "dims": dims, "heads": (2, 2)}
         plain = Sequences("gradients", *lengths, causal=True, **shape)
         spare = Sequences("gradients_w", *lengths, "packed", "rectangle", True, True, (5, 3, 0, 9), **masked, **shape)
-        for of in (plain, spare):
-            yield SequenceCase(of), tuple(BACKWARD)
+        for base in (plain, spare):
+            yield SequenceCase(base), tuple(BACKWARD)
         yield SequenceCase(spare, wild=True), tuple(BACKWARD)
         parts = replace(plain, name="parts", heads=(16, 1))  # thread blocks share the query heads of a key block
-        for of in (parts, replace(parts, name="parts_masked", **masked)):
-            yield SequenceCase(of), ("backward",)
+        for base in (parts, replace(parts, name="parts_masked", **masked)):
+            yield SequenceCase(base), ("backward",)
     heads = (device.query(0).num_sms,) * 2  # a thread block takes several key blocks, or blocks of rows
     many = Sequences(MANY_PIECES, (300, 1, 700), (1040, 700, 90), heads=heads)
     for dims, causal in itertools.product(((64, 64), (256, 256)), (False, True)):
@@ -222,15 +219,15 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class ModCase:
-    """A call with score_mod, mask_mod, bias, sinks or dropout. of: a dense problem, or sequences of several lengths."""
+    """A call with score_mod, mask_mod, bias, sinks or dropout. base: a dense problem, or sequences."""
 
-    case: Case | Sequences
+    base: Case | Sequences
     make: Maker
 
     @property
     def name(self) -> str:
-        dims = (self.case.head_dim, self.case.head_dim_v) if isinstance(self.case, Case) else self.case.dims
-        return f"mods_{self.case.dtype}_{dims[0]}_{dims[1]}_{self.case.name}"
+        dims = (self.base.head_dim, self.base.head_dim_v) if isinstance(self.base, Case) else self.base.dims
+        return f"mods_{self.base.dtype}_{dims[0]}_{dims[1]}_{self.base.name}"
 
     def arguments(
         self, put: Callable[[Any], Any], make: Callable[[Sequences], VarlenArrays] = varlen_arrays
@@ -239,10 +236,10 @@ class ModCase:
 
         make: what makes q, k and v of several lengths: `varlen_arrays`, or `shaped`.
         """
-        if isinstance(self.case, Case):
-            arguments, mods = dense_arguments(self.case), self.make(put, self.case)
+        if isinstance(self.base, Case):
+            arguments, mods = dense_arguments(self.base), self.make(put, self.base)
         else:
-            drawn = make(self.case)
+            drawn = make(self.base)
             arguments, mods = drawn.arguments(), self.make(put, bounds_case(drawn))
         grads = mods.pop("captured_grads", ())
         return put_all(arguments, put) | mods, grads
@@ -283,8 +280,8 @@ def mod_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
         rows = replace(few, name="few_rows", place_q="rectangle", place_k="rectangle", used_q=True, bounded=False)
         many = device.query(0).num_sms // len(few.queries) + 1
         wide = replace(few, name="few_wide", heads=(16, 1)), replace(rows, name="few_rows_wide", heads=(48, 2))
-        for of in (replace(few, name="few_pages"), rows, *wide, replace(rows, name="few_heads", heads=(many, many))):
-            yield ModCase(of, functions.everything), ("flash2",)
+        for base in (replace(few, name="few_pages"), rows, *wide, replace(rows, name="few_heads", heads=(many, many))):
+            yield ModCase(base, functions.everything), ("flash2",)
         yield ModCase(replace(few, name="few_sinks", page_size=3), functions.sinks_of()), ("flash2",)
     shape = 2, 200, 330, 4, 2, 64, 64, "float16"
     for algorithm in ALGORITHMS[1:]:

@@ -32,7 +32,7 @@ def pip(*arguments: str) -> str:
     return subprocess.run([sys.executable, "-m", "pip", *arguments], stdout=-1, text=True, check=True).stdout
 
 
-def wanted(requirement: str) -> list[tuple[str, str]]:
+def packages_of(requirement: str) -> list[tuple[str, str]]:
     """Name and version of all that pip would install."""
     report = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", requirement)
     return [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in json.loads(report)["install"]]
@@ -53,15 +53,15 @@ def sizes_of(name: str, version: str) -> tuple[int, int]:
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: sizes.py FILE")
-    packages = {stack: wanted(requirement) for stack, requirement in STACKS.items()}
+    packages = {stack: packages_of(requirement) for stack, requirement in STACKS.items()}
     of_torch = {name for name, _ in packages[PYTORCH]}
-    sizes = {each: sizes_of(*each) for each in dict.fromkeys(x for of in packages.values() for x in of)}
+    sizes = {each: sizes_of(*each) for each in dict.fromkeys(x for entries in packages.values() for x in entries)}
     rows = []
-    for stack, found in packages.items():
-        beside = sum(sizes[each][0] for each in found if each[0] not in of_torch)
-        row = {"stack": stack, "bytes": sum(sizes[each][0] for each in found), "bytes_beside_torch": beside}
-        row["bytes_on_disk"] = sum(sizes[each][1] for each in found)
-        rows.append(row | {"packages": {f"{name} {version}": sizes[name, version][0] for name, version in found}})
+    for stack, entries in packages.items():
+        beside = sum(sizes[each][0] for each in entries if each[0] not in of_torch)
+        row = {"stack": stack, "bytes": sum(sizes[each][0] for each in entries), "bytes_beside_torch": beside}
+        row["bytes_on_disk"] = sum(sizes[each][1] for each in entries)
+        rows.append(row | {"packages": {f"{name} {version}": sizes[name, version][0] for name, version in entries}})
     command = shlex.join(["python", ".ci/sizes.py", sys.argv[1]])
     where = {"platform": f"{platform.system()} {platform.machine()}", "Python": platform.python_version()}
     text = file_of({"command": command, "machine": where, "rows": rows})

@@ -30,7 +30,6 @@ its speed, or the geometric mean of all cells is under 0.998.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import math
@@ -109,8 +108,8 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=500, help="outputs: how many (default 500)")
     parser.add_argument("--seed", type=int, default=0, help="outputs: of the first problem; the next has the next seed")
     parser.add_argument("--archs", default="sm_80,sm_90", help="registers, cubins: default sm_80,sm_90")
-    kept = Path(tempfile.gettempdir()) / "cuflash-versus"
-    parser.add_argument("--cache", type=Path, default=kept, metavar="FOLDER", help=f"registers, cubins: default {kept}")
+    cache = Path(tempfile.gettempdir()) / "cuflash-versus"
+    parser.add_argument("--cache", type=Path, default=cache, metavar="FOLDER", help="registers, cubins: %(default)s")
     parser.add_argument("--kernels", default="", metavar="TEXT", help="registers, cubins: only of these labels")
     options = parser.parse_args()
     if options.extract:
@@ -206,31 +205,31 @@ def show_speed(rows: list[dict[str, Any]]) -> None:
     show_table("group; cells; mean; least; of cell; SM clock, MHz", lines)
 
 
-def show(part: str, found: Any) -> None:
+def show(part: str, result: Any) -> None:
     """Prints the table of a part."""
     if part in cases.CELLS:
-        show_speed(found)
+        show_speed(result)
     elif part == "outputs":
         verdicts = ("equal", "close", "refused", "different")
-        lines = [(op, *(counts.get(verdict, 0) for verdict in verdicts)) for op, counts in found["counts"].items()]
-        where = "the GPU" if found["on_gpu"] else "NumPy arrays"
+        lines = [(op, *(counts.get(verdict, 0) for verdict in verdicts)) for op, counts in result["counts"].items()]
+        where = "the GPU" if result["on_gpu"] else "NumPy arrays"
         show_table("; ".join((f"problems on {where}", *verdicts)), lines)
     elif part == "host":
-        for kind, times in found.items():
+        for kind, times in result.items():
             if isinstance(times, str):
                 console.print(f"{kind} is not measured: {times}")
             else:
                 lines = [(name, *(f"{seconds * 1e6:.1f}" for seconds in pair)) for name, pair in times.items()]
                 show_table(f"{kind}; before, µs; after, µs", lines)
     elif part == "cubins":
-        console.print(f"{len(found['differ'])} of {found['kernels']} kernels differ")
+        console.print(f"{len(result['differ'])} of {result['kernels']} kernels differ")
     else:
         lines = []
-        for name, (old, new) in found["differ"].items():
+        for name, (old, new) in result["differ"].items():
             before, after = old or {}, new or {}
             differ = [key for key in before | after if before.get(key) != after.get(key)]
             lines.append((name, ", ".join(f"{key} {before.get(key)} to {after.get(key)}" for key in differ)))
-        show_table(f"{len(lines)} of {found['kernels']} kernels differ; before to after", lines[:MOST_LINES])
+        show_table(f"{len(lines)} of {result['kernels']} kernels differ; before to after", lines[:MOST_LINES])
 
 
 def failures(report: dict[str, Any]) -> Iterable[str]:

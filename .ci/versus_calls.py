@@ -64,14 +64,14 @@ class Speed:
     def array(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
         """Makes an array of normal numbers, which repeat themselves if it is large, by copies that need no kernel."""
         noise = self.noise(dtype)
-        made, done, skip = self.cupy.empty(shape, noise.dtype), 0, seed << 20
-        while done < made.nbytes:
-            size = min(made.nbytes - done, noise.nbytes - skip)
-            (made.data + done).copy_from_device_async(noise.data + skip, size, self.stream)
+        memory, done, skip = self.cupy.empty(shape, noise.dtype), 0, seed << 20
+        while done < memory.nbytes:
+            size = min(memory.nbytes - done, noise.nbytes - skip)
+            (memory.data + done).copy_from_device_async(noise.data + skip, size, self.stream)
             done, skip = done + size, 0
         if self.torch:
-            return self.torch.from_dlpack(made.view(f"i{noise.itemsize}")).view(getattr(self.torch, dtype))
-        return made
+            return self.torch.from_dlpack(memory.view(f"i{noise.itemsize}")).view(getattr(self.torch, dtype))
+        return memory
 
     def arrays(self, trial: checks.Trial) -> list[Any]:
         """Makes q, k, v and dout."""
@@ -153,8 +153,10 @@ class Speed:
         for repeat in range(1, REPEATS + 1):
             # Each call follows itself as often as another one, because after less work the clocks are higher.
             order = [name for turn in range(rounds * repeat) for name in (graphs if turn % 2 else reversed(graphs))]
-            found = self.spans([graphs["before"], *(graphs[name] for name in order)], meanwhile)[1:]
-            turns = {name: [x / times for of, x in zip(order, found, strict=True) if of == name] for name in graphs}
+            replays = self.spans([graphs["before"], *(graphs[name] for name in order)], meanwhile)[1:]
+            turns: dict[str, list[float]] = {name: [] for name in graphs}
+            for name, seconds in zip(order, replays, strict=True):
+                turns[name].append(seconds / times)
             low, ratio, high = quantiles((b / a for b, a in zip(turns["before"], turns["after"], strict=True)), n=4)
             if ratio >= LEAST_RATIO or not captures:
                 break
@@ -206,13 +208,12 @@ def direct_calls(version: ModuleType, put: Callable[[Any], Any]) -> dict[str, Bl
         keys = [k[:, :length] for length in range(first, first + LENGTHS)]
         return [partial(version.forward, q, some, some, causal=True) for some in keys]
 
-    return repeated(
-        {
-            "forward": partial(version.forward, x, x, x, causal=True),
-            "backward": partial(version.backward, out, x, x, x, out, lse, causal=True),
-            "merge of two": partial(version.merge_states, (out, out), (lse, lse)),
-        }
-    ) | {"forward, a new length in each call": longer}
+    calls: dict[str, Call] = {
+        "forward": partial(version.forward, x, x, x, causal=True),
+        "backward": partial(version.backward, out, x, x, x, out, lse, causal=True),
+        "merge of two": partial(version.merge_states, (out, out), (lse, lse)),
+    }
+    return repeated(calls) | {"forward, a new length in each call": longer}
 
 
 def repeated(calls: Mapping[str, Call]) -> dict[str, Block]:
@@ -274,14 +275,14 @@ def seconds_of(calls: list[Call], wait: Wait) -> float:
 
 def in_turns(names: Iterable[str], timers: list[Callable[[str, int], float]]) -> dict[str, list[float]]:
     """Gives the medians of both versions, whose blocks alternate. The first block of each warms up."""
-    found = {}
+    medians = {}
     for name in names:
         taken: list[list[float]] = [[], []]
         for block in range(BLOCKS + 1):
             for which in (0, 1) if block % 2 else (1, 0):
                 taken[which].append(timers[which](name, block))
-        found[name] = [median(seconds[1:]) for seconds in taken]
-    return found
+        medians[name] = [median(seconds[1:]) for seconds in taken]
+    return medians
 
 
 def run_host(versions: list[ModuleType], trees: list[Path]) -> dict[str, Any]:
@@ -298,11 +299,11 @@ def run_host(versions: list[ModuleType], trees: list[Path]) -> dict[str, Any]:
     def direct(blocks: dict[str, Block], name: str, block: int) -> float:
         return seconds_of(blocks[name](block), lambda result: cupy.cuda.runtime.deviceSynchronize())
 
-    found: dict[str, Any] = {}
+    seconds: dict[str, Any] = {}
     for kind, put in puts.items():
         both = [direct_calls(version, put) for version in versions]
-        found[kind] = in_turns(both[0], [partial(direct, blocks) for blocks in both])
-    return found | {f"cuflash.frameworks.{kind}": run_framework(kind, trees) for kind in ("torch", "jax")}
+        seconds[kind] = in_turns(both[0], [partial(direct, blocks) for blocks in both])
+    return seconds | {f"cuflash.frameworks.{kind}": run_framework(kind, trees) for kind in ("torch", "jax")}
 
 
 def run_framework(kind: str, trees: list[Path]) -> Any:

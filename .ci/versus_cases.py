@@ -73,7 +73,7 @@ def dense_calls(speed: Speed, cell: Cell) -> Calls:
 
 def dense_cells() -> list[Cell]:
     """Lists dense calls. A cell has 16384 tokens and 2048 columns, as in the README, unless it says otherwise."""
-    found: list[Cell] = []
+    cells: list[Cell] = []
 
     def add(group: str, ops: str, keys: int, *dims: int, queries: int = 0, batch: int = 0,
             heads: tuple[int, ...] = (), dtype: str = "bfloat16", **arguments: Any) -> None:  # fmt: skip
@@ -81,7 +81,7 @@ def dense_cells() -> list[Cell]:
         for op in ops.split():
             name, ordered = ("forward" if op == "forward" else "backward"), op == "deterministic"
             trial = checks.Trial(name, dtype, *shape, (heads[0], heads[-1]), (dims[0], dims[-1]), arguments, ordered)
-            found.append(Cell(group, trial, dense_calls))
+            cells.append(Cell(group, trial, dense_calls))
 
     for op, d, causal, n in product(list(SHORT)[:3], (64, 128, 256), (False, True), (512, 1024, 4096, 8192, 16384)):
         add(f"README {op}", op, n, d, causal=causal)
@@ -97,7 +97,7 @@ def dense_cells() -> list[Cell]:
     add("grouped", "forward backward", 4096, 128, heads=(32, 8), causal=True)
     for dims in ((96,), (192,), (192, 128), (40,)):
         add("head dims", "forward backward", 4096, *dims, causal=True)
-    return found
+    return cells
 
 
 # Variable-length sequences.
@@ -114,21 +114,21 @@ def varlen_calls(speed: Speed, cell: Cell) -> Calls:
     bounds = speed.put(np.arange(0, trial.batch * seqlen + 1, seqlen, dtype=np.int32))
     lengths = {f"cu_seqlens_{side}": bounds for side in "qk"} | {f"max_seqlen_{side}": seqlen for side in "qk"}
     keywords = trial.arguments | lengths
-    made = {when: of_version(version, packed, trial.op, keywords) for when, version in speed.versions.items()}
-    made["dense"] = of_version(speed.versions["after"], arrays, trial.op, trial.arguments)
-    found, expected = (speed.host(made[name][1]) for name in ("after", "dense"))
-    if not checks.same_bits(found.reshape(expected.shape), expected):
+    calls = {when: of_version(version, packed, trial.op, keywords) for when, version in speed.versions.items()}
+    calls["dense"] = of_version(speed.versions["after"], arrays, trial.op, trial.arguments)
+    result, expected = (speed.host(calls[name][1]) for name in ("after", "dense"))
+    if not checks.same_bits(result.reshape(expected.shape), expected):
         raise RuntimeError("the packed call gives other bits than the dense one")
-    return {name: call for name, (call, _) in made.items()}
+    return {name: call for name, (call, _) in calls.items()}
 
 
 def varlen_cells() -> list[Cell]:
     """Lists sequences of one length, in all 16k tokens of float16."""
-    found = []
+    cells = []
     for op, (dim, *heads), seqlen, causal in product(OPS, SHAPES, (512, 1024, 2048, 8192), (False, True)):
         shape = TOKENS // seqlen, (seqlen, seqlen), tuple(heads), (dim, dim)
-        found.append(Cell(f"varlen {op}", checks.Trial(op, "float16", *shape, {"causal": causal}), varlen_calls))
-    return found
+        cells.append(Cell(f"varlen {op}", checks.Trial(op, "float16", *shape, {"causal": causal}), varlen_calls))
+    return cells
 
 
 # Calls with mods.
@@ -270,11 +270,11 @@ def new_function_calls(speed: Speed, cell: Cell) -> Calls:
 
 def mods_cells() -> list[Cell]:
     """Lists calls with mods in bfloat16, then pair bias, block masks and functions that are new."""
-    found: list[Cell] = []
+    cells: list[Cell] = []
 
     def add(group: str, make: Any, mods: str, op: str, batch: int, n: int, heads: Any, d: int, **more: Any) -> None:
         trial = checks.Trial(op, "bfloat16", batch, (n, n), heads, (d, d), {})
-        found.append(Cell(group, trial, make, mods, **more))
+        cells.append(Cell(group, trial, make, mods, **more))
 
     for op, dim, seqlen, heads, name in product(OPS, (64, 128), (2048, 8192), ((16, 16), (16, 4)), MODS):
         add(f"mods {op}", mod_calls, name, op, 4, seqlen, heads, dim)
@@ -283,7 +283,7 @@ def mods_cells() -> list[Cell]:
     add("block mask", block_mask_calls, "block_mask", "forward", 1, 8192, (1, 1), 64)
     for op in OPS:
         add("new function", new_function_calls, "new_function", op, 4, 2048, (16, 16), 64, captures=False)
-    return found
+    return cells
 
 
 CELLS = {"speed": dense_cells, "varlen": varlen_cells, "mods": mods_cells}
@@ -316,8 +316,8 @@ def flex(row: Mods, seqlen: int, grouped: bool, **more: Any) -> Callable[..., An
         return attend
 
     def with_sinks(q: Any, k: Any, v: Any) -> Any:
-        out, found = attend(q, k, v, return_aux=flex.AuxRequest(lse=True))
-        return out * torch.sigmoid(found.lse - row.ours["sinks"][:, None])[..., None].to(out.dtype)
+        out, aux = attend(q, k, v, return_aux=flex.AuxRequest(lse=True))
+        return out * torch.sigmoid(aux.lse - row.ours["sinks"][:, None])[..., None].to(out.dtype)
 
     return with_sinks
 

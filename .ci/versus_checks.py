@@ -27,8 +27,8 @@ def inner(package: str, *names: str) -> Any:
     """Finds a function of the module that compiles kernels, by its name in any version. No more is touched inside."""
     for module, name in itertools.product(("jit", "runtime.compiler", "runtime.cache", "runtime.disk_cache"), names):
         with contextlib.suppress(ModuleNotFoundError):
-            if found := getattr(importlib.import_module(f"{package}.{module}"), name, None):
-                return found
+            if function := getattr(importlib.import_module(f"{package}.{module}"), name, None):
+                return function
     raise RuntimeError(f"{package} has no {' or '.join(names)} where its compiler is looked for: add the module here")
 
 
@@ -177,7 +177,7 @@ nans = partial(np.full, fill_value=np.nan)  # makes an array that holds nothing 
 
 
 class Inputs:
-    """Holds the arrays of a problem: `host` has their values, and both versions take what is in `given`."""
+    """Holds the arrays of a problem: `host` has their values, and both versions take what is in `inputs`."""
 
     def __init__(self, trial: Trial, before: ModuleType, on_gpu: bool) -> None:
         self.trial, self.put, self.get = trial, np.array, np.array
@@ -187,30 +187,30 @@ class Inputs:
             self.put, self.get = cupy.asarray, cupy.asnumpy
         rng = np.random.default_rng((trial.seed, 1))
         self.host: dict[str, Array] = {}
-        self.given: dict[str, Any] = {}
+        self.inputs: dict[str, Any] = {}
         for name in {"lse": ("q", "k"), "forward": ("q", "k", "v"), "backward": ("q", "k", "v", "dout")}[trial.op]:
             memory, array = trial.array(name, nans, trial.layouts[name])
             array[...] = rng.standard_normal(array.shape, dtype=np.float32).astype(array.dtype)
-            self.host[name], self.given[name] = array, LAYOUTS[trial.layouts[name]][1](self.put(memory), array.shape)
+            self.host[name], self.inputs[name] = array, LAYOUTS[trial.layouts[name]][1](self.put(memory), array.shape)
         if trial.op == "backward":
             if trial.with_dlse:
                 shape = trial.batch, trial.heads[0], trial.seqlens[0]
                 self.host["dlse"] = rng.standard_normal(shape, dtype=np.float32)
-                self.given["dlse"] = self.put(self.host["dlse"])
+                self.inputs["dlse"] = self.put(self.host["dlse"])
             # Both versions get the older one's, so that a change of forward shows in forward alone.
-            made = before.forward(*(self.given[name] for name in "qkv"), return_lse=True, **trial.arguments)
-            self.given["out"], self.given["lse"] = made
+            state = before.forward(*(self.inputs[name] for name in "qkv"), return_lse=True, **trial.arguments)
+            self.inputs["out"], self.inputs["lse"] = state
 
     def call(self, package: ModuleType) -> dict[str, Any] | Exception:
         """Gives the results of one version by name, or its error. A given `out` comes with all memory around it."""
-        trial, given, keywords = self.trial, self.given, self.trial.keywords
-        q, k, v = (given.get(name) for name in "qkv")
+        trial, inputs, keywords = self.trial, self.inputs, self.trial.keywords
+        q, k, v = (inputs.get(name) for name in "qkv")
         try:
             if trial.op == "lse":
                 return {"lse": package.lse(q, k, **keywords)}
             if trial.op == "backward":
-                arrays = given["dout"], q, k, v, given["out"], given["lse"]
-                gradients = package.backward(*arrays, dlse=given.get("dlse"), **keywords)
+                arrays = inputs["dout"], q, k, v, inputs["out"], inputs["lse"]
+                gradients = package.backward(*arrays, dlse=inputs.get("dlse"), **keywords)
                 return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
             if trial.gives_out:
                 layout = trial.layouts["out"]
@@ -247,16 +247,16 @@ def validate(trial: Trial, versions: list[ModuleType], on_gpu: bool) -> tuple[st
     if isinstance(before, Exception) or isinstance(after, Exception):
         kinds = {type(before).__name__, type(after).__name__}
         refused = len(kinds) == 1 and kinds <= {"ProblemError", "UnsupportedError"}
-        outcomes = [repr(made) if isinstance(made, Exception) else "a result" for made in (before, after)]
+        outcomes = [repr(outcome) if isinstance(outcome, Exception) else "a result" for outcome in (before, after)]
         return ("refused", "") if refused else ("different", f"before: {outcomes[0]}; after: {outcomes[1]}")
     old, new = ({name: inputs.get(array) for name, array in results.items()} for results in (before, after))
     unequal = [name for name in old if not same_bits(old[name], new[name])]
-    wanted: dict[str, Array] = {}
+    exact: dict[str, Array] = {}
     if unequal and trial.arguments["softcap"] > 0.0:
-        wanted = attention64(trial, inputs.host)
+        exact = attention64(trial, inputs.host)
     elif unequal and on_gpu and not trial.keeps_an_order(versions[0]):
-        wanted = {name: array.astype(np.float64) for name, array in old.items()}
-    texts = {name: difference(old[name], new[name], wanted.get(name)) for name in unequal}
+        exact = {name: array.astype(np.float64) for name, array in old.items()}
+    texts = {name: difference(old[name], new[name], exact.get(name)) for name in unequal}
     worse = "; ".join(f"{name}: {text}" for name, text in texts.items() if text)
     return ("different", worse) if worse else ("close" if unequal else "equal", "")
 
@@ -271,28 +271,28 @@ def bits(array: Array) -> Array:
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
-def difference(old: Array, new: Array, wanted: Array | None) -> str:
-    """Says what differs. With `wanted` a result may differ, unless it is further from that than the old one was."""
+def difference(old: Array, new: Array, exact: Array | None) -> str:
+    """Says what differs. With `exact` a result may differ, unless it is further from that than the old one was."""
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         return f"{old.dtype}{old.shape} before, {new.dtype}{new.shape} after"
     odd = [np.where(np.isfinite(x), 0.0, x) for x in (old.astype(np.float64), new.astype(np.float64))]
-    if wanted is None or not np.array_equal(*odd, equal_nan=True):
+    if exact is None or not np.array_equal(*odd, equal_nan=True):
         differ = np.argwhere(bits(old) != bits(new))
         first = tuple(map(int, differ[0]))
         return f"{len(differ)} of {old.size} elements, the first at {first}: {old[first]} before, {new[first]} after"
     floor = EPS[old.dtype.name] / 16
-    both = zip(("norm", "largest"), errors(old, wanted), errors(new, wanted), (floor, 8 * floor), strict=True)
+    both = zip(("norm", "largest"), errors(old, exact), errors(new, exact), (floor, 8 * floor), strict=True)
     worse = [(kind, a, b) for kind, a, b, room in both if b > ERROR_RATIO * a + room]
     return ", ".join(f"{kind} of the error {a:.3e} before, {b:.3e} after" for kind, a, b in worse)
 
 
-def errors(found: Array, wanted: Array) -> tuple[float, float]:
+def errors(result: Array, exact: Array) -> tuple[float, float]:
     """Gives the norm of the error and its largest element, over those of the wanted result, where both are finite."""
-    finite = np.isfinite(wanted) & np.isfinite(found.astype(np.float64))
-    found, wanted = (np.where(finite, x.astype(np.float64), 0.0) for x in (found, wanted))
-    off, size = found - wanted, NOISE * math.sqrt(max(wanted.size, 1))
-    largest = np.abs(off).max(initial=0.0) / np.abs(wanted).max(initial=NOISE)
-    return float(np.linalg.norm(off) / max(np.linalg.norm(wanted), size)), float(largest)
+    finite = np.isfinite(exact) & np.isfinite(result.astype(np.float64))
+    result, exact = (np.where(finite, x.astype(np.float64), 0.0) for x in (result, exact))
+    off, size = result - exact, NOISE * math.sqrt(max(exact.size, 1))
+    largest = np.abs(off).max(initial=0.0) / np.abs(exact).max(initial=NOISE)
+    return float(np.linalg.norm(off) / max(np.linalg.norm(exact), size)), float(largest)
 
 
 def attention64(trial: Trial, host: dict[str, Array]) -> dict[str, Array]:

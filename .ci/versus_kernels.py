@@ -56,7 +56,7 @@ def renamed(name: str, words: dict[str, str] = RENAMED) -> str:
     if not words:
         return name
     keys = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-    return re.sub(rf"(?<![^_])(?:{keys})(?![^_])", lambda found: words[found[0]], name)
+    return re.sub(rf"(?<![^_])(?:{keys})(?![^_])", lambda match: words[match[0]], name)
 
 
 # The kernels of a tree: in a process whose `cuflash` is the tree's.
@@ -66,9 +66,8 @@ def plain_kernels(archs: Iterable[str], is_older: bool) -> Kernels:
     """Yields all kernels without mods, by architecture and today's name."""
     variants = list_of(PLAIN_LISTS)[1]
     for arch in archs:
-        yield from (
-            (f"{arch} {renamed(variant.name) if is_older else variant.name}", variant) for variant in variants(arch)
-        )
+        for variant in variants(arch):
+            yield f"{arch} {renamed(variant.name) if is_older else variant.name}", variant
 
 
 def mod_kernels(archs: Iterable[str], is_older: bool) -> Kernels:
@@ -141,11 +140,11 @@ def dropout_calls(arch: str) -> dict[str, list[Any]]:
 def run(part: str, trees: list[Path], archs: list[str], folder: Path, text: str) -> dict[str, Any]:
     """Counts kernels of both trees, and returns pairs that differ or do not compile, with None where one is missing."""
     of_one, lists = (figures_of, (plain_kernels,)) if part == "registers" else (digest_of, (plain_kernels, mod_kernels))
-    found = []
+    by_tree = []
     for is_older, tree in zip((True, False), trees, strict=True):
         with checks.process(tree) as of_tree:
-            found.append(of_tree.submit(of_all, is_older, of_one, lists, archs, folder, text).result())
-    pairs = {label: [each.get(label) for each in found] for label in dict.fromkeys((*found[0], *found[1]))}
+            by_tree.append(of_tree.submit(of_all, is_older, of_one, lists, archs, folder, text).result())
+    pairs = {label: [each.get(label) for each in by_tree] for label in dict.fromkeys((*by_tree[0], *by_tree[1]))}
     differ = {label: pair for label, pair in pairs.items() if pair[0] != pair[1] or str(pair[0]).startswith(ERROR)}
     return {"kernels": len(pairs), "differ": differ}
 
@@ -160,11 +159,11 @@ def of_all(is_older: bool, of_one: Any, lists: Any, archs: list[str], folder: Pa
             raise RuntimeError(f"two kernels are {label!r}: give them different labels")
     distinct = list(dict.fromkeys(chosen.values()))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(distinct, pool.map(of_one, distinct, repeat(folder)), strict=True))
-    return {label: found[variant] for label, variant in chosen.items()}
+        results = dict(zip(distinct, pool.map(of_one, distinct, repeat(folder)), strict=True))
+    return {label: results[variant] for label, variant in chosen.items()}
 
 
-def kept(file: Path, make: Callable[[], str]) -> str:
+def cached(file: Path, make: Callable[[], str]) -> str:
     """Returns the text of a file, which other processes find whole or not at all, or makes it. It keeps no error."""
     if file.is_file():
         return file.read_text("utf-8")
@@ -176,11 +175,11 @@ def kept(file: Path, make: Callable[[], str]) -> str:
     return text
 
 
-def failures(part: str, found: dict[str, Any]) -> Iterator[str]:
+def failures(part: str, result: dict[str, Any]) -> Iterator[str]:
     """Yields a line for each kernel that got worse or that one tree alone has, and one if there is no kernel at all."""
-    if not found["kernels"]:
+    if not result["kernels"]:
         yield f"{part}: no kernel was compared"
-    for label, (old, new) in found["differ"].items():
+    for label, (old, new) in result["differ"].items():
         if old is None or new is None:
             yield f"{part}: {label} is in the {'newer' if old is None else 'older'} tree alone"
         elif texts := list((worse_cubin if part == "cubins" else worse_figures)(old, new)):
@@ -210,7 +209,7 @@ def figures_of(variant: Any, folder: Path) -> dict[str, Any]:
     digest = hashlib.sha256(repr((options, version, variant.smem_bytes, variant.num_threads)).encode())
     for path in checks.inner("cuflash", "included_files")(checks.inner("cuflash", "source_root")() / variant.source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    text = kept(folder / f"{digest.hexdigest()}.json", partial(compiled_figures, variant))
+    text = cached(folder / f"{digest.hexdigest()}.json", partial(compiled_figures, variant))
     return {"error": text.removeprefix(ERROR)} if text.startswith(ERROR) else dict(json.loads(text))
 
 
@@ -250,7 +249,7 @@ def without_names(cubin: bytes) -> bytes:
 
     Code, constants, registers and relocations remain; a section without bytes counts by its size.
     """
-    offset, count, names = (struct.unpack_from(form, cubin, at)[0] for form, at in (("<Q", 40), ("<H", 60), ("<H", 62)))
+    offset, count, names = struct.unpack_from("<Q12xHH", cubin, 40)
     headers = [SECTION.unpack_from(cubin, offset + SECTION.size * number) for number in range(count)]
     parts = []
     for name, kind, _, _, begin, size, *_ in headers:
@@ -277,7 +276,7 @@ def digest_of(variant: Any, folder: Path) -> str:
     key = hashlib.sha256(repr(("without names", named, checks.inner("cuflash", "nvrtc_version")(), text)).encode())
     for path in sorted(files):
         key.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return kept(folder / key.hexdigest(), partial(compiled_digest, root / variant.source, text, named))
+    return cached(folder / key.hexdigest(), partial(compiled_digest, root / variant.source, text, named))
 
 
 def compiled_digest(source: Path, text: str, options: list[str]) -> str:

@@ -23,16 +23,16 @@ STEPS, RATE = 30, 0.008
 def main() -> int:
     """Trains the slopes with each library."""
     rng = np.random.default_rng(0)
-    given = [rng.standard_normal((BATCH, SEQLEN, HEADS, HEAD_DIM)).astype("float32") for _ in range(3)]
-    return max([trained(library, given) for library in libraries()])
+    arrays = [rng.standard_normal((BATCH, SEQLEN, HEADS, HEAD_DIM)).astype("float32") for _ in range(3)]
+    return max([trained(library, arrays) for library in libraries()])
 
 
-def trained(library: Library, given: list[Any]) -> int:
+def trained(library: Library, arrays: list[Any]) -> int:
     """1 if the slopes are not found."""
-    q, k, v = (library.of_numpy(x) for x in given)
-    wanted = library.of_numpy(np.array([0.5, 0.25, 0.125, 0.0625], "float32"))
+    q, k, v = (library.of_numpy(x) for x in arrays)
+    expected = library.of_numpy(np.array([0.5, 0.25, 0.125, 0.0625], "float32"))
     slopes = library.of_numpy(np.full(HEADS, 0.2, "float32"))
-    target = cuflash.forward(q, k, v, causal=True, score_mod=mods.alibi(wanted))
+    target = cuflash.forward(q, k, v, causal=True, score_mod=mods.alibi(expected))
     losses: list[float] = []
     for _ in range(STEPS + 1):
         loss, gradient = loss_and_gradient(q, k, v, target, slopes)
@@ -43,8 +43,8 @@ def trained(library: Library, given: list[Any]) -> int:
                 return 1
         losses.append(loss)
         slopes = slopes - RATE * gradient  # another array of the same kind: nothing is compiled anew
-    found = np.round(library.to_numpy(slopes), 3)
-    print(f"{library.name}: loss {losses[0]:.1e}, then {losses[-1]:.1e}, slopes {found}")
+    result = np.round(library.to_numpy(slopes), 3)
+    print(f"{library.name}: loss {losses[0]:.1e}, then {losses[-1]:.1e}, slopes {result}")
     return int(not losses[-1] < losses[0] / 100)
 
 

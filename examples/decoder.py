@@ -111,10 +111,10 @@ def generate(model: Decoder, tokens: Any, count: int, stream: Any) -> Any:
 def in_training(model: Decoder, sequences: list[Any]) -> Any:
     """The log-probability of every token but the first of each sequence, by one packed forward."""
     xp, cu = model.xp, model.xp.asarray(np.cumsum([0, *(len(tokens) - 1 for tokens in sequences)]), "int32")
-    at = xp.concatenate([xp.arange(len(tokens) - 1) for tokens in sequences])
+    rows = xp.concatenate([xp.arange(len(tokens) - 1) for tokens in sequences])
 
     def rope(x: Any) -> Any:  # as append_kv does it: computed in float32, rounded once
-        (a, b), cos, sin = xp.split(x.astype("float32"), 2, axis=2), model.cos[at, None], model.sin[at, None]
+        (a, b), cos, sin = xp.split(x.astype("float32"), 2, axis=2), model.cos[rows, None], model.sin[rows, None]
         return xp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=2).astype(x.dtype)
 
     def attend(_: int, q: Any, k: Any, v: Any) -> Any:
@@ -138,8 +138,8 @@ def main(count: int = 100, xp: Any = np, stream: Any = None) -> int:
     print(f"Generating {count} tokens behind each of {len(PROMPTS)} prompts on the {'CPU' if xp is np else 'GPU'}.")
     model, tokens = Decoder(xp, most), xp.asarray(np.random.default_rng(2).integers(VOCAB, size=(len(PROMPTS), most)))
     log_probs = generate(model, tokens, count, stream)
-    found = in_training(model, [tokens[b, : length + count] for b, length in enumerate(PROMPTS)])
-    trained = xp.stack([found[end - count : end] for end in np.cumsum([n + count - 1 for n in PROMPTS])])
+    packed = in_training(model, [tokens[b, : length + count] for b, length in enumerate(PROMPTS)])
+    trained = xp.stack([packed[end - count : end] for end in np.cumsum([n + count - 1 for n in PROMPTS])])
     drawn = xp.stack([log_probs[b, length : length + count] for b, length in enumerate(PROMPTS)])
     equal, apart = int((trained == drawn).sum()), float(abs(trained - drawn).max())
     print(f"Log-probabilities in training: {equal} of {drawn.size} are bitwise equal, all at most {apart:.1e} apart.")

@@ -24,13 +24,13 @@ def main() -> int:
     """Compares the three ways, forward and backward, with each library."""
     rng = np.random.default_rng(0)
     shapes = ((1, SEQLEN, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS))
-    given = [rng.standard_normal(shape).astype("float16") for shape in shapes]
-    return max([compared(library, given) for library in libraries()])
+    arrays = [rng.standard_normal(shape).astype("float16") for shape in shapes]
+    return max([compared(library, arrays) for library in libraries()])
 
 
-def compared(library: Library, given: list[Any]) -> int:
+def compared(library: Library, arrays: list[Any]) -> int:
     """1 if the three ways differ."""
-    q, k, v, dout = (library.of_numpy(x) for x in given)
+    q, k, v, dout = (library.of_numpy(x) for x in arrays)
     offsets = library.of_numpy(np.cumsum((0, *LENGTHS), dtype="int32"))
     document = mods.document(offsets)
     # An array that changes needs a new block mask; batch and heads of 1 stand for all.

@@ -42,8 +42,8 @@ def draw_tiles(axes: Any) -> None:
             box(axes, column, row, 1, 1, colour, "skipped" if (row, column) == (1, 5) else "")
     axes.add_patch(Rectangle((0, AT_WORK), AT_WORK + 1, 1, fill=False, edgecolor="black", lw=2.5))
     axes.annotate("", (0.3, AT_WORK + 0.5), (AT_WORK + 0.7, AT_WORK + 0.5), arrowprops={"arrowstyle": "->", "lw": 2})
-    kept = "kept on the chip\nfor these queries:\nq, m, ℓ and o"
-    axes.text(TILES + 0.2, AT_WORK + 0.5, kept, va="center", fontsize=9)
+    label = "kept on the chip\nfor these queries:\nq, m, ℓ and o"
+    axes.text(TILES + 0.2, AT_WORK + 0.5, label, va="center", fontsize=9)
     legend = (BLUE, "no mask needed"), (ORANGE, "mask looked at"), (GREY, "never made")
     for row, (colour, what) in enumerate(legend):
         box(axes, TILES + 0.2, row + 0.25, 0.5, 0.5, colour)

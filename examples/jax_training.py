@@ -35,9 +35,9 @@ def find_device() -> Any:
     shape = (BATCH, SEQLEN, HEADS, HEAD_DIM)
     try:
         if cuflash.plan(shape, shape, shape, op="backward", dtype="float32", causal=True).device != "cpu":
-            found = jax.local_devices(backend="cuda")[0]
+            device = jax.local_devices(backend="cuda")[0]
             print("Training on the GPU with JAX arrays.")
-            return found
+            return device
     except (RuntimeError, cuflash.UnsupportedError) as error:  # JAX has no GPU, or cuflash has none
         print(error)
     print("Training on the CPU with NumPy arrays under JAX.")
@@ -74,8 +74,8 @@ def loss(weights: dict[str, Any], x: Any, target: Any) -> Any:
     q, k, v = ((x @ weights[name]).reshape(BATCH, SEQLEN, HEADS, HEAD_DIM) for name in "qkv")
     out = attention(q, k, v, causal=True)
     logits = out.reshape(BATCH, SEQLEN, -1) @ weights["o"]
-    known = slice(TOKENS, None)  # when a token comes first, what follows it cannot be known
-    return -(target * jax.nn.log_softmax(logits)).sum(axis=2)[:, known].mean()
+    predictable = slice(TOKENS, None)  # when a token comes first, what follows it cannot be known
+    return -(target * jax.nn.log_softmax(logits)).sum(axis=2)[:, predictable].mean()
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def trace(name: str, q: Any, k: Any, v: Any) -> tuple[Trace, float]:
             keys = slice(begin, begin + TILE)
             tile = Tile(begin, begin + TILE, scores[:, keys].copy(), k[0, keys, 0], v[0, keys, 0], q.dtype)
             state = algorithm.update(state, tile)
-        known = {"lse": state.lse} if name == "flashd" else {"m": state.m, "ell": state.ell}
-        states.append({key: float(x[0]) for key, x in known.items()} | {"o": float(state.o[0, 0])})
+        statistics = {"lse": state.lse} if name == "flashd" else {"m": state.m, "ell": state.ell}
+        states.append({key: float(x[0]) for key, x in statistics.items()} | {"o": float(state.o[0, 0])})
     return states, float(algorithm.finish(state)[0][0, 0])
 
 
@@ -98,16 +98,16 @@ def draw(traces: dict[str, Trace], exact: float, path: str) -> None:
     named = {"m": "m, largest score", "ell": "ℓ, sum of exp(s - m)", "lse": "lse"}
     figure, axes = pyplot.subplots(2, 3, figsize=(10, 5), sharex=True, layout="constrained")
     for column, (name, states) in enumerate(traces.items()):
-        seen = [number * TILE for number in range(len(states))]
+        num_keys = [number * TILE for number in range(len(states))]
         upper, lower = axes[:, column]
         colours = iter(("#0072B2", "#D55E00"))
         for key in states[0]:
             values = [state[key] for state in states]
             if key != "o":
                 shown = [np.nan if np.isinf(x) else x for x in values]
-                upper.plot(seen, shown, "o-", ms=3, color=next(colours), label=named[key])
+                upper.plot(num_keys, shown, "o-", ms=3, color=next(colours), label=named[key])
             else:
-                lower.plot(seen, values, "o-", ms=3, color="#009E73", label="o")
+                lower.plot(num_keys, values, "o-", ms=3, color="#009E73", label="o")
         if name == "flash2":
             ended = states[-1]["o"] / states[-1]["ell"]
             whole = states[-1]["o"]

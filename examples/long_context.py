@@ -46,8 +46,8 @@ def main() -> int:
             results += [] if result is None else [result]
         if len(results) == len(ALGORITHMS):
             differ = max(differ, float(abs(results[0].astype("float32") - results[1].astype("float32")).max()))
-        found = [peaks[name].get(length, np.nan) for name in ALGORITHMS]
-        columns = ["not enough" if np.isnan(peak) else f"{peak:.0f} MiB" for peak in found]
+        mib = [peaks[name].get(length, np.nan) for name in ALGORITHMS]
+        columns = ["not enough" if np.isnan(peak) else f"{peak:.0f} MiB" for peak in mib]
         print(f"{length:>8}" + "".join(f"{x:>24}" for x in columns), flush=True)
     goes_on = not np.isnan(peaks["flash2"][LENGTHS[where][-1]])
     print(f"flash attention {'goes on to the last' if goes_on else 'ran out of memory'}; they differ by {differ:.1e}")

@@ -26,16 +26,16 @@ def main() -> int:
     mask = rng.random((1, ROWS, SEQLEN)) < 0.8
     mask[0, 0] = False  # a row that sees nothing: its outputs and gradients are 0
     exact = by_matrices(*(x[0].astype(float) for x in (q, k, v, dout, bias, mask)))
-    given = [q, k, v, dout, bias, mask]
-    return max([compared(library, given, exact) for library in libraries()])
+    arrays = [q, k, v, dout, bias, mask]
+    return max([compared(library, arrays, exact) for library in libraries()])
 
 
-def compared(library: Library, given: list[Any], exact: tuple[Any, Any]) -> int:
+def compared(library: Library, arrays: list[Any], exact: tuple[Any, Any]) -> int:
     """1 if a result is wrong."""
-    q, k, v, dout, bias, mask = (library.of_numpy(x) for x in given)
-    found = cuflash.triangle_attention(q, k, v, bias, mask)
+    q, k, v, dout, bias, mask = (library.of_numpy(x) for x in arrays)
+    results = cuflash.triangle_attention(q, k, v, bias, mask)
     _dq, _dk, _dv, dbias = gradients(dout, q, k, v, bias, mask)
-    pairs = zip((found[0], dbias[0]), exact, strict=True)
+    pairs = zip((results[0], dbias[0]), exact, strict=True)
     errors = [float(abs(library.to_numpy(x) - y).max() / abs(y).max()) for x, y in pairs]
     print(f"{library.name}: errors of out {errors[0]:.1e}, dbias {errors[1]:.1e}")
     return int(not max(errors) < 1e-4)
@@ -44,10 +44,10 @@ def compared(library: Library, given: list[Any], exact: tuple[Any, Any]) -> int:
 def gradients(dout: Any, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> tuple[Any, ...]:
     """Gradients of q, k, v and of the bias: those of all rows of one matrix, added up in float32."""
     dout, q, k, v = (x[0].swapaxes(1, 2) for x in (dout, q, k, v))  # (rows, seqlen, heads, head_dim), without a copy
-    seen = mask[0]
+    visible = mask[0]
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return seen[b, k_idx]
+        return visible[b, k_idx]
 
     call: dict[str, Any] = {"bias": bias, "mask_mod": mask_mod}
     out, lse = cuflash.forward(q, k, v, return_lse=True, **call)

@@ -23,21 +23,21 @@ def main() -> int:
     """Compares outputs, lse and the gradient of the sinks with whole matrices, for each library."""
     rng = np.random.default_rng(0)
     shapes = ((BATCH, SEQLEN, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS))
-    given = [rng.standard_normal(shape).astype("float16") for shape in shapes]
+    arrays = [rng.standard_normal(shape).astype("float16") for shape in shapes]
     sinks = rng.normal(2.0, 1.0, HEADS).astype("float32")
-    exact = by_matrices(*(x.astype(float) for x in (*given, sinks)))
-    return max([compared(library, given, sinks, exact) for library in libraries()])
+    exact = by_matrices(*(x.astype(float) for x in (*arrays, sinks)))
+    return max([compared(library, arrays, sinks, exact) for library in libraries()])
 
 
-def compared(library: Library, given: list[Any], host_sinks: Any, exact: tuple[Any, ...]) -> int:
+def compared(library: Library, arrays: list[Any], host_sinks: Any, exact: tuple[Any, ...]) -> int:
     """1 if a result is wrong."""
-    q, k, v, dout = (library.of_numpy(x) for x in given)
+    q, k, v, dout = (library.of_numpy(x) for x in arrays)
     sinks = library.of_numpy(host_sinks)
     call: dict[str, Any] = {"causal": True, "window_size": (WINDOW - 1, 0), "sinks": sinks}
     out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
     _dq, _dk, _dv, (dsinks,) = cuflash.backward(dout, q, k, v, out, lse, captured_grads=(sinks,), **call)
-    found = (library.to_numpy(x) for x in (out, lse, dsinks))
-    errors = [float(abs(x - y).max() / abs(y).max()) for x, y in zip(found, exact, strict=True)]
+    results = (library.to_numpy(x) for x in (out, lse, dsinks))
+    errors = [float(abs(x - y).max() / abs(y).max()) for x, y in zip(results, exact, strict=True)]
     print(f"{library.name}: errors of out {errors[0]:.1e}, lse {errors[1]:.1e}, dsinks {errors[2]:.1e}")
     return int(not max(errors) < 4e-3)
 

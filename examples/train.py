@@ -68,8 +68,8 @@ def loss_and_gradients(xp: Any, weights: dict[str, Any], x: Any, target: Any) ->
     logits = out.reshape(BATCH, SEQLEN, -1) @ weights["o"]
     p = xp.exp(logits - logits.max(axis=2, keepdims=True))
     p /= p.sum(axis=2, keepdims=True)
-    known = slice(TOKENS, None)  # when a token comes first, what follows it cannot be known
-    loss = -xp.log((p * target).sum(axis=2))[:, known].mean()
+    predictable = slice(TOKENS, None)  # when a token comes first, what follows it cannot be known
+    loss = -xp.log((p * target).sum(axis=2))[:, predictable].mean()
 
     dlogits = (p - target) / (BATCH * (SEQLEN - TOKENS))
     dlogits[:, :TOKENS] = 0

@@ -40,11 +40,11 @@ def alternatives(pattern: str) -> Iterator[str]:
 
 def filled(text: str, name: str) -> list[str]:
     """Returns a word of bash with each value of the loop variable in it."""
-    found = [name]
+    words = [name]
     for variable, values in LOOP.findall(text):
         place = f"${{{variable}}}"
-        found = [each.replace(place, value) for each in found for value in (values.split() if place in each else [""])]
-    return found
+        words = [each.replace(place, value) for each in words for value in (values.split() if place in each else [""])]
+    return words
 
 
 def patterns(text: str) -> Iterator[str]:
@@ -65,7 +65,7 @@ def renamed(text: str) -> Iterator[dict[str, str]]:
             yield ast.literal_eval(node.value)
 
 
-FOUND = [(file, pattern) for file, text in TEXTS.items() for pattern in patterns(text)]
+PATTERNS = [(file, pattern) for file, text in TEXTS.items() for pattern in patterns(text)]
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +75,14 @@ def names() -> set[str]:
 
 
 def test_all_patterns_are_found() -> None:
-    counts = {file: sum(file == each for each, _ in FOUND) for file in TEXTS}
+    counts = {file: sum(file == each for each, _ in PATTERNS) for file in TEXTS}
     # Six alternatives, two families and a conversion of each dtype; Hopper's kernels by pytest and by plans.
     assert {file: count for file, count in counts.items() if count} == {"gpu": 11, "run": 1, "versus_checks.py": 1}
     for file, text in TEXTS.items():
         assert text.count("--kernel-name") == len(SUBSTRING.findall(text)), file
 
 
-@pytest.mark.parametrize(("file", "pattern"), FOUND)
+@pytest.mark.parametrize(("file", "pattern"), PATTERNS)
 def test_a_pattern_fits_a_kernel(file: str, pattern: str, names: set[str]) -> None:
     assert "$" not in pattern, file
     assert any(re.match(pattern, name) for name in names), file

@@ -219,9 +219,9 @@ def test_files_of_all_folders_and_endings_are_read(texts: dict[str, str]) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.new.split(",")[0])
 def test_old_names_of_a_family_are_gone(family: Family, texts: dict[str, str]) -> None:
-    found = uses(family, texts)
+    files = uses(family, texts)
     assert set(family.allowed) <= set(texts)
-    assert not set(found) - set(family.allowed), f"write {family.new}"
+    assert not set(files) - set(family.allowed), f"write {family.new}"
 
 
 def test_variables_are_named_for_what_they_hold(texts: dict[str, str]) -> None:

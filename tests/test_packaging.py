@@ -61,9 +61,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one(folder: Path, pattern: str) -> Path:
-    found = list(folder.glob(pattern))
-    assert len(found) == 1, [path.name for path in folder.iterdir()]
-    return found[0]
+    paths = list(folder.glob(pattern))
+    assert len(paths) == 1, [path.name for path in folder.iterdir()]
+    return paths[0]
 
 
 def test_the_wheel_is_pure_small_and_carries_the_sources(built: Path) -> None:
@@ -115,9 +115,9 @@ def test_the_sdist_carries_sources_tests_and_examples(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= SOURCES
     for folder in ("tests", "examples"):
-        kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
-        assert kept
-        assert names >= kept
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
+        assert files
+        assert names >= files
     assert names >= {"pyproject.toml", "README.md", "LICENSE", "cuflash/__init__.py", "cuflash/py.typed"}
 
 

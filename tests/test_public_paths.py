@@ -75,26 +75,26 @@ def test_a_path_of_a_framework_resolves(module: str) -> None:
     needed, names = OF_FRAMEWORKS[module]
     assert find_spec(module) is not None
     if all(map(find_spec, needed)):
-        made = importlib.import_module(module)
-        assert not [name for name in names if not hasattr(made, name)]
+        imported = importlib.import_module(module)
+        assert not [name for name in names if not hasattr(imported, name)]
 
 
 def exported(package: Path) -> set[str]:
     """Returns the names that a package defines or takes from its modules, and so not the modules themselves."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse((package / "__init__.py").read_text("utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {each.asname or each.name for each in node.names}
+            names |= {each.asname or each.name for each in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-    return found
+            names.add(node.name)
+    return names
 
 
 def test_no_module_has_the_name_of_a_function_of_its_package() -> None:
-    found, packages = set[str](), [path.parent for path in PACKAGE.rglob("__init__.py")]
+    hidden, packages = set[str](), [path.parent for path in PACKAGE.rglob("__init__.py")]
     assert len(packages) >= 10
     for package in packages:
         modules = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/*.py")}
         name = ".".join((PACKAGE.name, *package.relative_to(PACKAGE).parts))
-        found |= {f"{name}.{each}" for each in modules & exported(package)}
-    assert found == HIDDEN
+        hidden |= {f"{name}.{each}" for each in modules & exported(package)}
+    assert hidden == HIDDEN

@@ -47,14 +47,14 @@ def test_its_code_runs_and_its_results_are_those_of_dense_calls(xp: Any) -> None
     q, k, v = (names[name] for name in "qkv")
     bounds = [0, 300, 301, 512]
     parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    wanted = [host(cuflash.forward(q[part], k[part], v[part], causal=True)) for part in parts]
-    for part, one in zip(parts, wanted, strict=True):
+    expected = [host(cuflash.forward(q[part], k[part], v[part], causal=True)) for part in parts]
+    for part, one in zip(parts, expected, strict=True):
         np.testing.assert_allclose(host(names["out"][part]), one, atol=4e-3)
     assert [names[name].shape for name in ("dq", "dk", "dv")] == [q.shape, k.shape, v.shape]
 
     prefill, step = re.sub(ones, "drawn(", cached).split("\n\n")
     exec(prefill, names)
-    for part, one in zip(parts, wanted, strict=True):
+    for part, one in zip(parts, expected, strict=True):
         np.testing.assert_allclose(host(names["out"][part]), one, atol=4e-3)
     exec(step, names)
     new = [names[name] for name in "qkv"]
@@ -92,8 +92,8 @@ def test_its_functions_change_scores_and_hide_keys(xp: Any) -> None:
     document = xp.asarray(np.repeat([0, 1, 2], [300, 17, 195]))
     more = {name: names[name] for name in ("sinks",)} | {"dropout_p": 0.1, "dropout_seed": names["seed"]}
     arrays = [names[name] for name in "qkv"]
-    wanted = cuflash.forward(*arrays, causal=True, mask_mod=mods.segments(document), **more)
-    np.testing.assert_allclose(host(names["out"]), host(wanted), atol=4e-3)
+    expected = cuflash.forward(*arrays, causal=True, mask_mod=mods.segments(document), **more)
+    np.testing.assert_allclose(host(names["out"]), host(expected), atol=4e-3)
 
 
 def test_its_list_of_ready_made_functions_is_whole() -> None:
@@ -104,16 +104,16 @@ def test_its_list_of_ready_made_functions_is_whole() -> None:
 
 def test_its_sizes_are_those_that_were_measured() -> None:
     rows = json.loads((ROOT / "examples" / "results" / "install.json").read_text("utf-8"))["rows"]
-    of = {row["stack"]: row for row in rows}
-    alone = {stack: f"{row['bytes'] / 1e6:.0f} MB" for stack, row in of.items()}
-    beside = {stack: f"{row['bytes_beside_torch'] / 1e6:.0f} MB" for stack, row in of.items()}
+    by_stack = {row["stack"]: row for row in rows}
+    alone = {stack: f"{row['bytes'] / 1e6:.0f} MB" for stack, row in by_stack.items()}
+    beside = {stack: f"{row['bytes_beside_torch'] / 1e6:.0f} MB" for stack, row in by_stack.items()}
     text = README.read_text("utf-8")
-    on_disk = f"{of['cuflash[cuda13]']['bytes_on_disk'] / 1e6:.0f} MB"
+    on_disk = f"{by_stack['cuflash[cuda13]']['bytes_on_disk'] / 1e6:.0f} MB"
     assert f"The first downloads {alone['cuflash[cuda13]']}, which unpack to {on_disk}" in text
     assert f"write `[cuda12]` instead, which downloads {alone['cuflash[cuda12]']}" in text
     assert f"{alone['cuflash[cuda13]']} alone, {beside['cuflash[cuda13]']} beside PyTorch" in text
     assert f"{beside['flash-attn-4']} beside PyTorch" in text
-    assert f"PyTorch 2.14 itself: {of['torch']['bytes'] / 1e9:.1f} GB" in text
+    assert f"PyTorch 2.14 itself: {by_stack['torch']['bytes'] / 1e9:.1f} GB" in text
 
 
 @pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="the sdist has no .ci")

@@ -95,16 +95,16 @@ def short(path: Path) -> str:
 def imports(path: Path) -> set[str]:
     """The modules of cuflash that a file imports, anywhere in it, such as `problem/mask`."""
     inside = ["cuflash", *path.relative_to(PACKAGE).parts[:-1]]
-    found: list[list[str]] = []
+    targets: list[list[str]] = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            found += [alias.name.split(".") for alias in node.names]
+            targets += [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = inside[: len(inside) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
-            found += [[*base, alias.name] for alias in node.names]
+            targets += [[*base, alias.name] for alias in node.names]
     # What is imported from a module is no module: it is the longest part that is one, or the package that it lies in.
-    parts = (["/".join(one[1:end]) for end in range(len(one), 0, -1)] for one in found if one[0] == "cuflash")
+    parts = (["/".join(one[1:end]) for end in range(len(one), 0, -1)] for one in targets if one[0] == "cuflash")
     return {next(x for name in names for x in (name, f"{name}/__init__".strip("/")) if x in NAMES) for names in parts}
 
 
@@ -182,11 +182,11 @@ KERNEL_FOLDERS = {"sm80", "portable", "sm90/forward", "sm90/backward", "sm90/dec
 
 def included(path: Path) -> list[Path]:
     """What a CUDA source includes."""
-    found = []
+    paths = []
     for name in INCLUDE.findall(path.read_text("utf-8")):
         assert name[0] == name[-1] == '"', f"{short(path)} includes {name}: no header of the system is used"
-        found.append((path.parent / name.strip('"')).resolve())
-    return found
+        paths.append((path.parent / name.strip('"')).resolve())
+    return paths
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=short)
@@ -246,8 +246,8 @@ def test_macros_are_read_in_the_config_of_a_family_and_are_those_that_the_host_g
     # Kernels without a tile are given less, so the common macros stand in two groups and that of softcap.
     always = set(re.findall(r"\bCUFLASH_(\w+)", code[KERNELS / "common" / "config.cuh"].split("#ifdef")[0]))
     for variant in variants("sm_90"):
-        family, given = variant.source.split("/")[0], set(variant.constants) | {"PARAMS_BYTES"}
-        assert always | {"KERNEL"} <= given <= common | read[f"kernels_cu/{family}"] | {"KERNEL"}, variant.name
+        family, macros = variant.source.split("/")[0], set(variant.constants) | {"PARAMS_BYTES"}
+        assert always | {"KERNEL"} <= macros <= common | read[f"kernels_cu/{family}"] | {"KERNEL"}, variant.name
     for family in ("sm80", "sm90"):
         ours = [set(v.constants) for v in variants("sm_90") if v.source.startswith(family)]
         assert read[f"kernels_cu/{family}"] <= set().union(*ours), "a macro that no kernel is given"
@@ -287,8 +287,8 @@ def test_files_stay_small(tmp_path: Path) -> None:
 
 def test_no_lock_is_left_to_children_by_fork() -> None:
     kinds = re.compile(r"threading\.(R?Lock|Condition|Event|Semaphore)|@(functools\.)?cached_property")
-    found = {name for name, path in NAMES.items() if kinds.search(path.read_text("utf-8"))}
-    assert found == {"locks", "frameworks/jax/handlers"}, "take those of cuflash/locks.py"
+    modules = {name for name, path in NAMES.items() if kinds.search(path.read_text("utf-8"))}
+    assert modules == {"locks", "frameworks/jax/handlers"}, "take those of cuflash/locks.py"
 
 
 def test_the_top_level_holds_what_it_may() -> None:

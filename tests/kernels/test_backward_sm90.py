@@ -43,18 +43,18 @@ def dims(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
         yield request.param.head_dim, request.param.head_dim_v
 
 
-def run(case: Case, made: BackwardArgs, *, hopper: bool = True, **more: Any) -> tuple[Any, ...]:
+def run(case: Case, inputs: BackwardArgs, *, hopper: bool = True, **more: Any) -> tuple[Any, ...]:
     """Gradients by the kernel that is expected: the Hopper one or not."""
     with one_call(hopper):
-        return backward(case, made, **more)
+        return backward(case, inputs, **more)
 
 
 @pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
 def test_the_generic_kernels_agree_with_float64_too(cupy: Any, case: Case) -> None:
-    made = backward_args(case, cupy)
+    inputs = backward_args(case, cupy)
     with planned_with(plan_backward, _reason_against=lambda *_: "the test asks for it"):
         for deterministic in (False, True):
-            check(case, made, run(case, made, hopper=False, deterministic=deterministic))
+            check(case, inputs, run(case, inputs, hopper=False, deterministic=deterministic))
 
 
 @DETERMINISTIC
@@ -63,8 +63,8 @@ def test_lengths_around_the_tiles(cupy: Any, dtype: str, dims: tuple[int, int], 
     for length, other, causal in itertools.product((1, 63, 64, 65, 127, 128, 129, 257), (1, 200), (False, True)):
         for lengths in ((length, other), (other, length)):
             case = Case("length", 1, *lengths, 2, 2, *dims, dtype, causal=causal)
-            made = backward_args(case, cupy)
-            check(case, made, run(case, made, deterministic=deterministic))
+            inputs = backward_args(case, cupy)
+            check(case, inputs, run(case, inputs, deterministic=deterministic))
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -86,39 +86,39 @@ def test_many_blocks_under_every_mask(cupy: Any, mask: str, dims: tuple[int, int
     for dtype, fewer in (("bfloat16", 0), ("float16", 24)):
         head_dim, head_dim_v = dims[0], dims[1] - fewer
         case = Case(mask, 1, 500, 600, 2, 2, head_dim, head_dim_v, dtype, **MASKS[mask])
-        made = backward_args(case, cupy)
-        got = run(case, made, deterministic=deterministic)
-        check(case, made, got)
+        inputs = backward_args(case, cupy)
+        got = run(case, inputs, deterministic=deterministic)
+        check(case, inputs, got)
         begin, end = case.problem().mask.row_range(0, 600)
         assert not host(got[0])[:, np.r_[:begin, end:500]].any()
         if deterministic:
-            assert identical(run(case, made, deterministic=True), got)
+            assert identical(run(case, inputs, deterministic=True), got)
 
 
 @pytest.mark.parametrize("head_dim", dict.fromkeys(tile.head_dim for tile in FUSED))
 @pytest.mark.parametrize("mask", MASKS)
 def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str, head_dim: int) -> None:
     case = Case(mask, 6, 300, 700, 2, 2, head_dim, head_dim, "bfloat16", **MASKS[mask])
-    made = backward_args(case, cupy)
-    _, dk, dv = run(case, made)
+    inputs = backward_args(case, cupy)
+    _, dk, dv = run(case, inputs)
     table = tuple(replace(tile, key_blocks=4) for tile in tiles_sm90.BACKWARD)
     with planned_with(tiles_sm90, BACKWARD=table), planned_with(plan_backward, SHORT_WAVES=0):
         assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["key_blocks"] > 1
-        got = run(case, made)
-        check(case, made, got)
+        got = run(case, inputs)
+        check(case, inputs, got)
         assert mask == "full" or identical(got[1:], (dk, dv))  # dq alone is added up in another order
 
 
-def check_in_many_orders(cupy: Any, case: Case, made: BackwardArgs, runs: int) -> None:
+def check_in_many_orders(cupy: Any, case: Case, inputs: BackwardArgs, runs: int) -> None:
     """Holds gradients whose sums have no fixed order: the first, and of so many more the least and greatest of each."""
-    first = run(case, made)
-    check(case, made, first)
+    first = run(case, inputs)
+    check(case, inputs, first)
     least = greatest = [x.astype("f4") for x in first]
     for _ in range(runs):
-        got = [x.astype("f4") for x in run(case, made)]
+        got = [x.astype("f4") for x in run(case, inputs)]
         least, greatest = list(map(cupy.minimum, least, got)), list(map(cupy.maximum, greatest, got))
     for extremes in (least, greatest):
-        check(case, made, tuple(host(x).astype(numpy_dtype(case.dtype)) for x in extremes))
+        check(case, inputs, tuple(host(x).astype(numpy_dtype(case.dtype)) for x in extremes))
 
 
 SHARED = {
@@ -157,11 +157,11 @@ def test_two_blocks_that_share_query_heads_by_rows_give_the_same_bits_each_time(
         case = Case(mask, batch, 900, 260, *heads, *dims, "bfloat16", **MASKS[mask])
         launches = make_plan(case.problem("backward"), device.query(0)).launches
         assert all(each.variant.tile.shares_heads for each in launches[2:])
-        made = backward_args(case, cupy)
-        first = run(case, made)
-        check(case, made, first)
+        inputs = backward_args(case, cupy)
+        first = run(case, inputs)
+        check(case, inputs, first)
         for _ in range(50):
-            assert identical(run(case, made), first)
+            assert identical(run(case, inputs), first)
 
 
 @pytest.mark.parametrize("lengths", [(4096, 4096), (300, 5000, 1200, 1692), (1, 8191)])
@@ -181,25 +181,25 @@ def test_blocks_that_share_key_blocks_of_several_lengths_add_up_dk_and_dv(
     for part in map(slice, bounds, bounds[1:]):
         arrays = [x[None, part] for x in (dout, q, k, v, out)]
         alone.append(cuflash.backward(*arrays, lse[None, :, part], causal=True, deterministic=True))
-    wanted = [cupy.concatenate(parts, axis=1)[0].astype("float32") for parts in zip(*alone, strict=True)]
+    expected = [cupy.concatenate(parts, axis=1)[0].astype("float32") for parts in zip(*alone, strict=True)]
     for _ in range(5):
-        for got, right in zip(cuflash.backward(dout, q, k, v, out, lse, **packed), wanted, strict=True):
+        for got, right in zip(cuflash.backward(dout, q, k, v, out, lse, **packed), expected, strict=True):
             assert float(abs(got - right).max()) < 1e-2 * float(abs(right).max())
 
 
 @DETERMINISTIC
 def test_groups_of_heads_share_keys(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("group", 17, 150, 520, 6, 2, *dims, "bfloat16", window_size=(300, 100))  # fills the GPU
-    made = backward_args(case, cupy)
-    check(case, made, run(case, made, deterministic=deterministic))
+    inputs = backward_args(case, cupy)
+    check(case, inputs, run(case, inputs, deterministic=deterministic))
 
 
 @DETERMINISTIC
 def test_a_head_does_not_depend_on_the_others(cupy: Any, deterministic: bool) -> None:
     case = Case("heads", 3, 333, 500, 14, 14, 64, 64, "float16", causal=True)  # more than start together
-    made = backward_args(case, cupy)
-    got = run(case, made, deterministic=deterministic)
-    alone = BackwardArgs(*(x[1:2] for x in made))
+    inputs = backward_args(case, cupy)
+    got = run(case, inputs, deterministic=deterministic)
+    alone = BackwardArgs(*(x[1:2] for x in inputs))
     for x, y, name in zip(run(case, alone, deterministic=deterministic), got, ("dq", "dk", "dv"), strict=True):
         if deterministic or name != "dq":
             assert (bits(x) == bits(y[1:2])).all()
@@ -208,8 +208,8 @@ def test_a_head_does_not_depend_on_the_others(cupy: Any, deterministic: bool) ->
 @DETERMINISTIC
 def test_nan_that_nobody_sees_changes_nothing(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("nan", 2, 300, 400, 2, 2, *dims, "bfloat16", window_size=(100, 0), diagonal_offset=-50)
-    made = backward_args(case, cupy)
-    wanted = run(case, made, deterministic=deterministic)
+    inputs = backward_args(case, cupy)
+    expected = run(case, inputs, deterministic=deterministic)
     rows, keys = case.problem().mask.row_range(0, 400), case.problem().mask.key_range(0, 300)
     assert rows == (50, 300)
     assert keys == (0, 250)
@@ -220,61 +220,61 @@ def test_nan_that_nobody_sees_changes_nothing(cupy: Any, dims: tuple[int, int], 
         return view
 
     bad = BackwardArgs(
-        poisoned(made.dout, *rows), poisoned(made.q, *rows), poisoned(made.k, *keys), poisoned(made.v, *keys),
-        poisoned(made.out, *rows), *made[5:],
+        poisoned(inputs.dout, *rows), poisoned(inputs.q, *rows), poisoned(inputs.k, *keys), poisoned(inputs.v, *keys),
+        poisoned(inputs.out, *rows), *inputs[5:],
     )  # fmt: skip
     got = run(case, bad, deterministic=deterministic)
-    assert identical(got[1:], wanted[1:])
-    assert identical(got[:1], wanted[:1]) or not deterministic
-    check(case, made, got)
+    assert identical(got[1:], expected[1:])
+    assert identical(got[:1], expected[:1]) or not deterministic
+    check(case, inputs, got)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_operands_that_tma_cannot_read_are_read_all_the_same(cupy: Any, name: str) -> None:
     case = Case("views", 2, 150, 200, 2, 2, 64, 64, "float16", causal=True)
-    made = backward_args(case, cupy)
-    wanted = run(case, made, deterministic=True)
-    x = getattr(made, name)
-    assert identical(run(case, made._replace(**{name: heads_first(x)}), deterministic=True), wanted)
+    inputs = backward_args(case, cupy)
+    expected = run(case, inputs, deterministic=True)
+    x = getattr(inputs, name)
+    assert identical(run(case, inputs._replace(**{name: heads_first(x)}), deterministic=True), expected)
     for view in (odd_start(x), reversed_keys(x)):
-        check(case, made, run(case, made._replace(**{name: view}), hopper=False, deterministic=True))
-    assert identical(run(case, made, deterministic=True), wanted)
+        check(case, inputs, run(case, inputs._replace(**{name: view}), hopper=False, deterministic=True))
+    assert identical(run(case, inputs, deterministic=True), expected)
 
 
 def test_deterministic_repeats_are_the_same_bits_under_other_memory_traffic(cupy: Any, dims: tuple[int, int]) -> None:
     case = Case("repeats", 2, 1000, 1100, 5, 5, *dims, "bfloat16", causal=True)
-    made = backward_args(case, cupy)
-    first = run(case, made, deterministic=True)
+    inputs = backward_args(case, cupy)
+    first = run(case, inputs, deterministic=True)
     same, other = cupy.ones((), bool), cupy.cuda.Stream(non_blocking=True)
     source, target = cupy.zeros(1 << 26, "float32"), cupy.empty(1 << 26, "float32")
     for _ in range(1000):
         with other:
             target[...] = source
-        for got, wanted in zip(backward(case, made, deterministic=True), first, strict=True):
-            same &= (bits(got) == bits(wanted)).all()
+        for got, expected in zip(backward(case, inputs, deterministic=True), first, strict=True):
+            same &= (bits(got) == bits(expected)).all()
     assert bool(same)
 
 
 def test_work_on_several_streams_at_once_is_right(cupy: Any) -> None:
     case = Case("streams", 4, 500, 500, 8, 8, 128, 128, "bfloat16", causal=True)
-    made = backward_args(case, cupy)
-    wanted = run(case, made, deterministic=True)
+    inputs = backward_args(case, cupy)
+    expected = run(case, inputs, deterministic=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     cupy.cuda.Device().synchronize()
     results = []
     for _ in range(10):
         for stream in streams:
             with stream:
-                results.append(backward(case, made, deterministic=True))
+                results.append(backward(case, inputs, deterministic=True))
     cupy.cuda.Device().synchronize()
-    assert all(identical(got, wanted) for got in results)
+    assert all(identical(got, expected) for got in results)
 
 
 def test_scores_of_ten_thousand_stay_finite(cupy: Any) -> None:
     case = Case("large", 1, 200, 300, 2, 2, 64, 64, "bfloat16", causal=True, softmax_scale=1.0)
-    made = backward_args(case, cupy)
-    q, k = ((x.astype("f4") * 40).astype(x.dtype) for x in (made.q, made.k))
+    inputs = backward_args(case, cupy)
+    q, k = ((x.astype("f4") * 40).astype(x.dtype) for x in (inputs.q, inputs.k))
     assert float(cupy.abs(cupy.einsum("bqhd,bkhd->bhqk", q.astype("f4"), k.astype("f4"))).max()) > 1e4
-    out, lse = cuflash.forward(q, k, made.v, return_lse=True, **case.arguments())
-    got = run(case, made._replace(q=q, k=k, out=out, lse=lse))
+    out, lse = cuflash.forward(q, k, inputs.v, return_lse=True, **case.arguments())
+    got = run(case, inputs._replace(q=q, k=k, out=out, lse=lse))
     assert all(np.isfinite(host(x).astype("f4")).all() for x in got)

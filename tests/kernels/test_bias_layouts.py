@@ -33,9 +33,9 @@ LAYOUTS = {
 
 
 def bias_in(layout: str, dtype: str) -> Any:
-    def make(put: Any, of: Case) -> dict[str, Any]:
+    def make(put: Any, case: Case) -> dict[str, Any]:
         rng = np.random.default_rng(7)
-        values = rng.standard_normal((1, of.heads_q, of.seqlen_q, of.seqlen_k)).astype(dtype)
+        values = rng.standard_normal((1, case.heads_q, case.seqlen_q, case.seqlen_k)).astype(dtype)
         bias = LAYOUTS[layout](put, values)
         return {"bias": bias, "captured_grads": (bias,)}
 
@@ -54,8 +54,8 @@ def test_a_bias_of_any_layout_agrees_with_float64(cupy: Any, layout: str, dtype:
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_gradient_of_a_bias_that_many_sequences_share_is_a_sum(cupy: Any, dim: int, causal: bool) -> None:
     for lengths in LENGTHS[1:]:
-        of = of_lengths(lengths, batch=70, heads_q=2, heads_kv=1, head_dim=dim, head_dim_v=dim, causal=causal)
-        check_backward(bias_in("dense", "float16"), of, cupy.asarray, grads=True)
+        case = of_lengths(lengths, batch=70, heads_q=2, heads_kv=1, head_dim=dim, head_dim_v=dim, causal=causal)
+        check_backward(bias_in("dense", "float16"), case, cupy.asarray, grads=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -27,14 +27,14 @@ from cuflash.testing.sequences import Sequences, upstream, varlen_arrays
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 
 
-def tree(put: Put, of: Case) -> Arguments:
+def tree(put: Put, case: Case) -> Arguments:
     """Drafts of which each sees itself and every second one before it."""
-    nodes = min(of.seqlen_q, 60)
-    bits = [sum(1 << j for j in range(i % 2, i + 1, 2)) for i in range(of.seqlen_q)]
+    nodes = min(case.seqlen_q, 60)
+    bits = [sum(1 << j for j in range(i % 2, i + 1, 2)) for i in range(case.seqlen_q)]
     return {"mask_mod": masks.tree(put(np.array([x % 2**nodes for x in bits] or [0], np.int64)))}
 
 
-def of_heads(put: Put, of: Case) -> Arguments:
+def of_heads(put: Put, case: Case) -> Arguments:
     """Heads that see one of four parts of the keys each, in turns that differ by sequence."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -47,12 +47,12 @@ SAMPLES: dict[str, Maker] = {
     **{name: FUNCTIONS[name] for name in ("document", "causal_document", "prefix", "segments", "chunked", "striped")},
     "global_window": FUNCTIONS["global_window"],
     "of_heads": of_heads,
-    "dilated": lambda put, of: {"mask_mod": masks.dilated_window(130, 3)},
-    "neighborhood": lambda put, of: {"mask_mod": masks.neighborhood((5, 7), (60, 60))},
-    "block_diffusion": lambda put, of: {"mask_mod": masks.block_diffusion(150, 40)},
-    "causal": lambda put, of: {"mask_mod": masks.causal},
-    "nothing": lambda put, of: {"mask_mod": lambda b, h, q_idx, k_idx: k_idx < 0},
-    "all": lambda put, of: {"mask_mod": lambda b, h, q_idx, k_idx: k_idx >= 0},
+    "dilated": lambda put, case: {"mask_mod": masks.dilated_window(130, 3)},
+    "neighborhood": lambda put, case: {"mask_mod": masks.neighborhood((5, 7), (60, 60))},
+    "block_diffusion": lambda put, case: {"mask_mod": masks.block_diffusion(150, 40)},
+    "causal": lambda put, case: {"mask_mod": masks.causal},
+    "nothing": lambda put, case: {"mask_mod": lambda b, h, q_idx, k_idx: k_idx < 0},
+    "all": lambda put, case: {"mask_mod": lambda b, h, q_idx, k_idx: k_idx >= 0},
 }
 TILE_LENGTHS = ((1, 1), (63, 65), (64, 64), (65, 63), (128, 300), (300, 128), (1030, 1500), (0, 5), (5, 0))
 
@@ -64,10 +64,10 @@ def test_cells_are_those_of_numpy(cupy: Any, name: str) -> None:
     for lengths, (batch, heads) in [(x, (2, 4)) for x in TILE_LENGTHS] + [((200, 500), (1, 1)), ((70, 70), (5, 3))]:
         case = of_lengths(lengths, batch=batch, heads_q=heads)
         mask_mod = SAMPLES[name](cupy.asarray, case)["mask_mod"]
-        found = cuflash.create_block_mask(mask_mod, batch, heads, *lengths, like=like).cells
-        wanted = mask_tiles_of(trace(SAMPLES[name](lambda x: x, case)["mask_mod"], "mask_mod"), batch, heads, *lengths)
-        assert host(found).dtype == np.int8
-        np.testing.assert_array_equal(host(found), wanted)
+        tiles = cuflash.create_block_mask(mask_mod, batch, heads, *lengths, like=like).cells
+        graph = trace(SAMPLES[name](lambda x: x, case)["mask_mod"], "mask_mod")
+        assert host(tiles).dtype == np.int8
+        np.testing.assert_array_equal(host(tiles), mask_tiles_of(graph, batch, heads, *lengths))
 
 
 PACKED = Sequences("cells", (130, 0, 300, 1), (65, 200, 300, 64), bounded=True, used_q=True, used_k=True,
@@ -76,24 +76,24 @@ PACKED = Sequences("cells", (130, 0, 300, 1), (65, 200, 300, 64), bounded=True, 
 
 @pytest.mark.parametrize("name", ["causal_document", "prefix", "striped"])
 def test_cells_of_sequences_are_those_of_their_used_lengths(cupy: Any, name: str) -> None:
-    given = varlen_arrays(PACKED)
-    of = bounds_case(given)
-    varlen_kwargs = {name: cupy.asarray(x) for name, x in given.varlen_kwargs.items()}
-    lengths = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
-    mask_mod = SAMPLES[name](cupy.asarray, of)["mask_mod"]
-    graph = trace(SAMPLES[name](lambda x: x, of)["mask_mod"], "mask_mod")
+    inputs = varlen_arrays(PACKED)
+    case = bounds_case(inputs)
+    varlen_kwargs = {name: cupy.asarray(x) for name, x in inputs.varlen_kwargs.items()}
+    lengths = case.batch, case.heads_q, case.seqlen_q, case.seqlen_k
+    mask_mod = SAMPLES[name](cupy.asarray, case)["mask_mod"]
+    graph = trace(SAMPLES[name](lambda x: x, case)["mask_mod"], "mask_mod")
     for some in (varlen_kwargs, {name: varlen_kwargs[name] for name in ("seqused_q", "seqused_k")}):
-        found = cuflash.create_block_mask(mask_mod, *lengths, like=cupy.zeros(1, "float16"), **some).cells
+        tiles = cuflash.create_block_mask(mask_mod, *lengths, like=cupy.zeros(1, "float16"), **some).cells
         used = list(zip(PACKED.queries, PACKED.keys, strict=True))
-        np.testing.assert_array_equal(host(found), mask_tiles_of(graph, *lengths, used))
+        np.testing.assert_array_equal(host(tiles), mask_tiles_of(graph, *lengths, used))
 
 
 def test_cells_of_tensors_are_tensors(cupy: Any) -> None:
     torch = pytest.importorskip("torch")
     mask_mod = FUNCTIONS["segments"](lambda x: torch_of(np.asarray(x), "cuda"), CASE)["mask_mod"]
-    found = cuflash.create_block_mask(mask_mod, 2, 1, 300, 300, like=torch.zeros(1, device="cuda")).cells
+    tiles = cuflash.create_block_mask(mask_mod, 2, 1, 300, 300, like=torch.zeros(1, device="cuda")).cells
     graph = trace(FUNCTIONS["segments"](lambda x: x, CASE)["mask_mod"], "mask_mod")
-    np.testing.assert_array_equal(found.cpu().numpy(), mask_tiles_of(graph, 2, 1, 300, 300))
+    np.testing.assert_array_equal(tiles.cpu().numpy(), mask_tiles_of(graph, 2, 1, 300, 300))
 
 
 # Calls.
@@ -117,11 +117,11 @@ def test_calls_with_a_block_mask_give_the_same_bits(cupy: Any, name: str, any_gp
             of_all = name == "of_heads"
             sizes = case.batch if of_all else 1, case.heads_q if of_all else 1, *lengths
             block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], *sizes, like=arrays[0])
-            wanted = results(case, mod_kwargs, arrays)
-            check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case), *wanted[:2])
-            assert identical(results(case, mod_kwargs, arrays, block_mask=block_mask), wanted)
+            expected = results(case, mod_kwargs, arrays)
+            check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case), *expected[:2])
+            assert identical(results(case, mod_kwargs, arrays, block_mask=block_mask), expected)
             del mod_kwargs["mask_mod"]
-            assert identical(results(case, mod_kwargs, arrays, block_mask=block_mask), wanted)
+            assert identical(results(case, mod_kwargs, arrays, block_mask=block_mask), expected)
 
 
 @pytest.mark.parametrize(("dims", "dtype"), [((64, 64), "float16"), ((128, 128), "bfloat16"), ((256, 256), "bfloat16")])
@@ -129,13 +129,14 @@ def test_a_block_mask_goes_with_scores_a_window_and_a_cap(cupy: Any, dims: tuple
     case = replace(of_lengths((400, 450)), dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], window_size=(200, 30),
                    softcap=4.0)  # fmt: skip
     arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], everything(cupy.asarray, case)
-    wanted = mod_kwargs.pop("captured_grads")
+    captured = mod_kwargs.pop("captured_grads")
     mod_kwargs["block_mask"] = cuflash.create_block_mask(mod_kwargs.pop("mask_mod"), 2, 1, 400, 450, like=arrays[0])
     out, lse = cuflash.forward(*arrays, return_lse=True, **case.arguments(), **mod_kwargs)
-    given, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(everything, case)
-    check(given, of_numpy, out, lse)
-    *found, grads = cuflash.backward(out, *arrays, out, lse, **case.arguments(), **mod_kwargs, captured_grads=wanted)
-    check_gradients(given, of_numpy, host(out), None, found, grads)
+    inputs, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(everything, case)
+    check(inputs, of_numpy, out, lse)
+    mod_kwargs["captured_grads"] = captured
+    *gradients, grads = cuflash.backward(out, *arrays, out, lse, **case.arguments(), **mod_kwargs)
+    check_gradients(inputs, of_numpy, host(out), None, gradients, grads)
 
 
 @pytest.mark.parametrize("any_gpu", [False, True])
@@ -143,11 +144,11 @@ def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
     """Keys of the middle tile are hidden from all: what they hold leaves no trace, in k and v, and has no gradient."""
     hidden = slice(128, 384)
 
-    def make(put: Put, of: Case) -> Arguments:
+    def make(put: Put, case: Case) -> Arguments:
         return {"mask_mod": lambda b, h, q_idx, k_idx: (k_idx < 128) | (k_idx >= 384)}
 
     case = of_lengths((260, 500))
-    found = []
+    outputs = []
     with for_any_gpu() if any_gpu else nullcontext():
         for fill in (0.0, np.nan):
             q, k, v = case.arrays()
@@ -157,17 +158,17 @@ def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
             block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 1, 1, 260, 500, like=arrays[0])
             kinds = set(np.unique(host(block_mask.cells)).tolist())
             assert kinds == {EMPTY, FULL}
-            found.append(results(case, {"block_mask": block_mask}, arrays))
-            assert not any(host(x)[:, hidden].any() for x in found[-1][3:])
-        assert identical(*found)
-    check(OracleInputs.dense(case, (q, k, v)), make_oracle_mods(make, case), *found[0][:2])
+            outputs.append(results(case, {"block_mask": block_mask}, arrays))
+            assert not any(host(x)[:, hidden].any() for x in outputs[-1][3:])
+        assert identical(*outputs)
+    check(OracleInputs.dense(case, (q, k, v)), make_oracle_mods(make, case), *outputs[0][:2])
 
 
 @pytest.mark.parametrize("any_gpu", [False, True])
 def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
     """Blocks of queries, and whole heads, see nothing; the last mask tiles of an axis are short."""
 
-    def make(put: Put, of: Case) -> Arguments:
+    def make(put: Put, case: Case) -> Arguments:
         def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
             return ((q_idx < 100) | (q_idx >= 320)) & (k_idx >= 192) & (h != 1) & (b + h < 5)
 
@@ -177,13 +178,13 @@ def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
     arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
     block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 3, 4, 390, 450, like=arrays[0])
     assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
-    given, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case)
+    inputs, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case)
     with for_any_gpu() if any_gpu else nullcontext():
         for keywords in (mod_kwargs, {"block_mask": block_mask}):
             out, lse, *gradients = results(case, keywords, arrays)
-            check(given, of_numpy, out, lse)
-            check(given, of_numpy, None, cuflash.lse(*arrays[:2], **keywords))
-            check_gradients(given, of_numpy, host(out), None, gradients)
+            check(inputs, of_numpy, out, lse)
+            check(inputs, of_numpy, None, cuflash.lse(*arrays[:2], **keywords))
+            check_gradients(inputs, of_numpy, host(out), None, gradients)
     assert not host(out)[:, 100:320].any()
     assert not host(out)[:, :, 1].any()
     assert np.isneginf(host(lse)[:, :, 100:320]).all()
@@ -198,7 +199,7 @@ ISLANDS[[0, 31, 32, 129]], ISLANDS[[1, 66, 97, 149]] = 1, 2
 @pytest.mark.parametrize("any_gpu", [False, True])
 @pytest.mark.parametrize("axis", ["queries", "keys"])
 def test_long_runs_of_empty_cells_are_passed_over(cupy: Any, axis: str, any_gpu: bool) -> None:
-    def make(put: Put, of: Case) -> Arguments:
+    def make(put: Put, case: Case) -> Arguments:
         islands = put(ISLANDS)
 
         def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -214,37 +215,37 @@ def test_long_runs_of_empty_cells_are_passed_over(cupy: Any, axis: str, any_gpu:
     block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], *sizes, like=arrays[0])
     assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
     with for_any_gpu() if any_gpu else nullcontext():
-        found = results(case, {"block_mask": block_mask}, arrays)
-        assert identical(results(case, mod_kwargs, arrays), found)
-    given, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case)
-    check(given, of_numpy, *found[:2])
-    check_gradients(given, of_numpy, host(found[0]), None, found[2:])
+        outputs = results(case, {"block_mask": block_mask}, arrays)
+        assert identical(results(case, mod_kwargs, arrays), outputs)
+    inputs, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case)
+    check(inputs, of_numpy, *outputs[:2])
+    check_gradients(inputs, of_numpy, host(outputs[0]), None, outputs[2:])
 
 
 def test_packed_calls_with_a_block_mask(cupy: Any) -> None:
-    given = varlen_arrays(PACKED)
-    of, arguments = bounds_case(given), given.arguments(cupy)
+    inputs = varlen_arrays(PACKED)
+    case, arguments = bounds_case(inputs), inputs.arguments(cupy)
     make = FUNCTIONS["causal_document"]
-    mod_kwargs = make(cupy.asarray, of)
-    varlen_kwargs = {name: x for name, x in arguments.items() if name in given.varlen_kwargs}
-    lengths = of.batch, 1, of.seqlen_q, of.seqlen_k
+    mod_kwargs = make(cupy.asarray, case)
+    varlen_kwargs = {name: x for name, x in arguments.items() if name in inputs.varlen_kwargs}
+    lengths = case.batch, 1, case.seqlen_q, case.seqlen_k
     block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], *lengths, like=arguments["q"], **varlen_kwargs)
-    wanted = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
-    found = cuflash.forward(**arguments, return_lse=True, block_mask=block_mask)
-    assert identical(found, wanted)
-    whole = OracleInputs.from_varlen(given)
-    check(whole, make_oracle_mods(make, of), *found)
-    dout, dlse = (cupy.asarray(x) for x in upstream(given))
-    dout, dlse = dout.reshape(found[0].shape), dlse.reshape(found[1].shape)
-    state = {"out": found[0], "lse": found[1], "dlse": dlse}
+    expected = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
+    outputs = cuflash.forward(**arguments, return_lse=True, block_mask=block_mask)
+    assert identical(outputs, expected)
+    whole = OracleInputs.from_varlen(inputs)
+    check(whole, make_oracle_mods(make, case), *outputs)
+    dout, dlse = (cupy.asarray(x) for x in upstream(inputs))
+    dout, dlse = dout.reshape(outputs[0].shape), dlse.reshape(outputs[1].shape)
+    state = {"out": outputs[0], "lse": outputs[1], "dlse": dlse}
     gradients = cuflash.backward(dout, **state, **arguments, block_mask=block_mask)
-    check_gradients(whole, make_oracle_mods(make, of), *upstream(given), gradients)
+    check_gradients(whole, make_oracle_mods(make, case), *upstream(inputs), gradients)
 
 
 def test_a_block_mask_serves_later_calls_in_graphs(cupy: Any) -> None:
     case = of_lengths((300, 300))
     arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], FUNCTIONS["segments"](cupy.asarray, case)
-    wanted = forward(FUNCTIONS["segments"], case, cupy.asarray, arrays)[0]
+    expected = forward(FUNCTIONS["segments"], case, cupy.asarray, arrays)[0]
     out, stream = cupy.zeros(case.out_shape(), "float16"), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
@@ -258,4 +259,4 @@ def test_a_block_mask_serves_later_calls_in_graphs(cupy: Any) -> None:
             out.fill(0)
             graph.launch()
             stream.synchronize()
-            assert identical([out], [wanted])
+            assert identical([out], [expected])

@@ -43,16 +43,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = ((2, 3), (64, 64), (65, 130), (130, 63), (257, 300))
 
 
-def slopes_of_batch(put: Put, of: Case) -> Arguments:
-    slopes = put(drawn("batch", of.batch, of.heads_q) / 8)
+def slopes_of_batch(put: Put, case: Case) -> Arguments:
+    slopes = put(drawn("batch", case.batch, case.heads_q) / 8)
     return {"score_mod": scores.alibi(slopes), "captured_grads": (slopes,)}
 
 
-def distances(put: Put, of: Case) -> Arguments:
+def distances(put: Put, case: Case) -> Arguments:
     """One number for each distance, in the dtype of the inputs: an index that is affine in query and key."""
-    count = of.seqlen_q + of.seqlen_k
-    table = put(drawn("distances", of.heads_q, count).astype(numpy_dtype(of.dtype)))
-    last = put(np.array(of.seqlen_k, np.int32))
+    count = case.seqlen_q + case.seqlen_k
+    table = put(drawn("distances", case.heads_q, count).astype(numpy_dtype(case.dtype)))
+    last = put(np.array(case.seqlen_k, np.int32))
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score + 0.5 * table[h, q_idx - k_idx + last]
@@ -60,9 +60,9 @@ def distances(put: Put, of: Case) -> Arguments:
     return {"score_mod": score_mod, "captured_grads": (table,)}
 
 
-def of_both_sides(put: Put, of: Case) -> Arguments:
+def of_both_sides(put: Put, case: Case) -> Arguments:
     """One array that is loaded from twice, and one whose gradient depends on the score."""
-    places, factors = put(drawn("places", max(of.seqlen_q, of.seqlen_k))), put(drawn("factors", of.heads_q) / 4)
+    places, factors = put(drawn("places", max(case.seqlen_q, case.seqlen_k))), put(drawn("factors", case.heads_q) / 4)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score * (1.0 + factors[h]) + places[q_idx] * places[k_idx] * 0.5
@@ -70,10 +70,10 @@ def of_both_sides(put: Put, of: Case) -> Arguments:
     return {"score_mod": score_mod, "captured_grads": (places, factors)}
 
 
-def loaded_index(put: Put, of: Case) -> Arguments:
+def loaded_index(put: Put, case: Case) -> Arguments:
     """The index is loaded: many scores share few elements, in no order."""
     random = np.random.default_rng(4)
-    kinds = put(random.integers(0, 20, (of.batch, max(of.seqlen_q, of.seqlen_k))).astype(np.int32))
+    kinds = put(random.integers(0, 20, (case.batch, max(case.seqlen_q, case.seqlen_k))).astype(np.int32))
     table = put(drawn("kinds", 20, 20))
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -82,9 +82,9 @@ def loaded_index(put: Put, of: Case) -> Arguments:
     return {"score_mod": score_mod, "captured_grads": (table,)}
 
 
-def a_number(put: Put, of: Case) -> Arguments:
+def a_number(put: Put, case: Case) -> Arguments:
     """An array without axes, and one of no elements."""
-    return FUNCTIONS["empty_and_one"](put, of)
+    return FUNCTIONS["empty_and_one"](put, case)
 
 
 CAPTURED: dict[str, Maker] = {
@@ -136,10 +136,10 @@ def test_bias_of_rows_that_share_it(cupy: Any, deterministic: bool) -> None:
         check_backward(make, case, cupy.asarray, grads=True, deterministic=deterministic)
 
 
-def bias_of_keys(put: Put, of: Case) -> Arguments:
+def bias_of_keys(put: Put, case: Case) -> Arguments:
     """A part of the keys of each row is hidden."""
-    seen = put(drawn("keys", of.batch, of.seqlen_k) > -1.0)
-    return {"mask_mod": lambda b, h, q_idx, k_idx: seen[b, k_idx]}
+    visible = put(drawn("keys", case.batch, case.seqlen_k) > -1.0)
+    return {"mask_mod": lambda b, h, q_idx, k_idx: visible[b, k_idx]}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -170,8 +170,8 @@ def test_only_what_is_asked_for_is_given_in_its_order(cupy: Any) -> None:
     table, bias, sinks = mod_kwargs.pop("captured_grads")
     out, lse = cuflash.forward(*arrays, return_lse=True, **mod_kwargs)
 
-    def asked(*wanted: Any) -> Any:
-        return cuflash.backward(out, *arrays, out, lse, deterministic=True, **mod_kwargs, captured_grads=wanted)
+    def asked(*captured: Any) -> Any:
+        return cuflash.backward(out, *arrays, out, lse, deterministic=True, **mod_kwargs, captured_grads=captured)
 
     dq, dk, dv, grads = asked(table, bias, sinks)
     assert identical(cuflash.backward(out, *arrays, out, lse, deterministic=True, **mod_kwargs), (dq, dk, dv))
@@ -184,13 +184,13 @@ def test_only_what_is_asked_for_is_given_in_its_order(cupy: Any) -> None:
 def test_twenty_deterministic_repeats_are_the_same_bits(cupy: Any, name: str) -> None:
     make, case = CAPTURED.get(name) or bias_of(name), of_lengths((257, 300), batch=3)
     arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
-    wanted = mod_kwargs.pop("captured_grads")
+    captured = mod_kwargs.pop("captured_grads")
     out, lse = cuflash.forward(*arrays, return_lse=True, **mod_kwargs)
 
     def gradients(deterministic: bool) -> Any:
-        more = {"deterministic": deterministic, "captured_grads": wanted}
-        *found, grads = cuflash.backward(out, *arrays, out, lse, **mod_kwargs, **more)
-        return (*found, *grads)
+        more = {"deterministic": deterministic, "captured_grads": captured}
+        *dqkv, grads = cuflash.backward(out, *arrays, out, lse, **mod_kwargs, **more)
+        return (*dqkv, *grads)
 
     first = gradients(True)
     assert all(identical(gradients(True), first) for _ in range(20))
@@ -218,8 +218,8 @@ def test_a_table_that_is_too_large_to_be_summed_in_order_is_unsupported(cupy: An
     assert host(gradient)[touched].any()
 
 
-def of_batch(put: Put, of: Case) -> Arguments:
-    slopes, table = put(drawn("batch", of.batch, of.heads_q) / 8), put(drawn("bounded", of.heads_q, 9))
+def of_batch(put: Put, case: Case) -> Arguments:
+    slopes, table = put(drawn("batch", case.batch, case.heads_q) / 8), put(drawn("bounded", case.heads_q, 9))
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return 2.0 * np.tanh(score / 2.0) * slopes[b, h] + table[h, q_idx - k_idx]
@@ -242,16 +242,16 @@ SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 @pytest.mark.parametrize("any_gpu", [False, True])
 @pytest.mark.parametrize("case", [PACKED, SHIFTED], ids=["packed", "shifted"])
 def test_sequences_of_several_lengths(cupy: Any, case: Sequences, any_gpu: bool, deterministic: bool) -> None:
-    given = varlen_arrays(case)
-    of = bounds_case(given)
+    inputs = varlen_arrays(case)
+    bounds = bounds_case(inputs)
     with for_any_gpu() if any_gpu else nullcontext():
         for make in (of_several, bias_of("bhqk")):
-            arguments, mod_kwargs = given.arguments(cupy), make(cupy.asarray, of)
-            wanted = mod_kwargs.pop("captured_grads")
+            arguments, mod_kwargs = inputs.arguments(cupy), make(cupy.asarray, bounds)
+            captured = mod_kwargs.pop("captured_grads")
             out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
-            dout, dlse = (cupy.asarray(x) for x in upstream(given))
+            dout, dlse = (cupy.asarray(x) for x in upstream(inputs))
             state = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape), "deterministic": deterministic}
-            *found, grads = cuflash.backward(
-                dout.reshape(out.shape), **state, **arguments, **mod_kwargs, captured_grads=wanted
-            )
-            check_gradients(OracleInputs.from_varlen(given), make_oracle_mods(make, of), *upstream(given), found, grads)
+            state["captured_grads"] = captured
+            *gradients, grads = cuflash.backward(dout.reshape(out.shape), **state, **arguments, **mod_kwargs)
+            whole, of_numpy = OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds)
+            check_gradients(whole, of_numpy, *upstream(inputs), gradients, grads)

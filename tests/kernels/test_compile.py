@@ -85,18 +85,18 @@ ONE_OF_EACH_KIND = (
 )
 
 
-def representatives(arch: str, of: Any = ONE_OF_EACH_KERNEL) -> list[Variant]:
+def representatives(arch: str, table: Any = ONE_OF_EACH_KERNEL) -> list[Variant]:
     """What is compiled for this architecture of a list."""
-    found: dict[Variant, None] = {}
-    for *what, changes in of:
+    kernels: dict[Variant, None] = {}
+    for *what, changes in table:
         if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
             continue
-        found[variant_of(*what, DEVICES[arch], **changes)] = None
-    return list(found)
+        kernels[variant_of(*what, DEVICES[arch], **changes)] = None
+    return list(kernels)
 
 
-def each(*archs: str, of: Any) -> list[Any]:
-    return [pytest.param(variant, id=f"{arch}-{variant.name}") for arch in archs for variant in of(arch)]
+def each(*archs: str, variants_of: Any) -> list[Any]:
+    return [pytest.param(variant, id=f"{arch}-{variant.name}") for arch in archs for variant in variants_of(arch)]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
         if variant is not None and not skipped and is_known(variant.arch):
             chosen[variant] = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = {variant: pool.submit(compiler.compile_variant, variant) for variant in chosen}
-        yield lambda variant: found[variant].result()
+        futures = {variant: pool.submit(compiler.compile_variant, variant) for variant in chosen}
+        yield lambda variant: futures[variant].result()
         pool.shutdown(cancel_futures=True)
 
 
@@ -146,17 +146,17 @@ def check(variant: Variant, compiled: Compiled) -> None:
     assert "warning" not in log.lower(), log
 
 
-@pytest.mark.parametrize("variant", each(*ALL, of=representatives))
+@pytest.mark.parametrize("variant", each(*ALL, variants_of=representatives))
 def test_one_of_each_kernel_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 
-@pytest.mark.exhaustive(lambda: each(*(arch for arch in DEVICES if arch not in ALL), of=representatives))
+@pytest.mark.exhaustive(lambda: each(*(arch for arch in DEVICES if arch not in ALL), variants_of=representatives))
 def test_one_of_each_kernel_compiles_for_other_gpus(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 
-@pytest.mark.exhaustive(lambda: each(*ALL, of=partial(representatives, of=ONE_OF_EACH_KIND)))
+@pytest.mark.exhaustive(lambda: each(*ALL, variants_of=partial(representatives, table=ONE_OF_EACH_KIND)))
 def test_one_of_each_kind_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
@@ -164,7 +164,7 @@ def test_one_of_each_kind_compiles_without_spills(variant: Variant, compiled: Co
 def mods(*names: str) -> list[Any]:
     """Kernels with these functions of the caller's: on Hopper, and as on any GPU."""
     of_any_gpu = partial(mod_variants, on_any_gpu=True, names=names)
-    return [*each("sm_90", of=partial(mod_variants, names=names)), *each("sm_80", of=of_any_gpu)]
+    return [*each("sm_90", variants_of=partial(mod_variants, names=names)), *each("sm_80", variants_of=of_any_gpu)]
 
 
 def check_mod_variant(variant: Variant, compiled: Compiled) -> None:
@@ -184,7 +184,7 @@ ALL_AT_ONCE = "everything"  # has all that functions may have
 EVERYTHING_OF_FEW = partial(few_variants, of_few=((joined(everything), 64),))
 
 
-@pytest.mark.parametrize("variant", [*mods(ALL_AT_ONCE), *each("sm_90", of=EVERYTHING_OF_FEW)])
+@pytest.mark.parametrize("variant", [*mods(ALL_AT_ONCE), *each("sm_90", variants_of=EVERYTHING_OF_FEW)])
 def test_kernels_with_scores_of_the_caller_compile(variant: Variant, compiled: Compiled) -> None:
     check_mod_variant(variant, compiled)
 
@@ -194,26 +194,26 @@ def test_kernels_with_each_kind_of_scores_of_the_caller_compile(variant: Variant
     check_mod_variant(variant, compiled)
 
 
-@pytest.mark.parametrize("variant", each(*ALL, of=few_variants))
+@pytest.mark.parametrize("variant", each(*ALL, variants_of=few_variants))
 def test_decoding_with_scores_of_the_caller_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 
-@pytest.mark.exhaustive(lambda: each(*ALL, of=variants))
+@pytest.mark.exhaustive(lambda: each(*ALL, variants_of=variants))
 def test_every_variant_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 
 def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
-    made = [v for v in variants("sm_90") if not v.of_warpgroups]
-    built = {(v.op, v.dtype, v.out_dtype, v.algorithm, v.tile) for v in made}
+    generic = [v for v in variants("sm_90") if not v.of_warpgroups]
+    built = {(v.op, v.dtype, v.out_dtype, v.algorithm, v.tile) for v in generic}
     for dtype in DTYPES:
         rows = tiles_sm80.TILES[dtype]
         assert set(rows) <= {tile for op, _, _, _, tile in built if op == "forward"}, "no device chooses this row"
         for row, algorithm, out_dtype in product(rows, ALGORITHM_CODES, (dtype, "float32")):
             assert [tile for *key, tile in built if key == ["forward", dtype, out_dtype, algorithm]
                     and (tile.head_dim, tile.head_dim_v) == (row.head_dim, row.head_dim_v)]  # fmt: skip
-        head_dims = {v.tile.head_dim for v in made if v.tile and (v.op, v.dtype) == ("lse", dtype)}
+        head_dims = {v.tile.head_dim for v in generic if v.tile and (v.op, v.dtype) == ("lse", dtype)}
         assert head_dims == {row.head_dim for row in rows}
         for row in tiles_sm80.BACKWARD[dtype]:
             assert ("backward", dtype, dtype, "flash2", row) in built
@@ -223,19 +223,19 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         mods = ((op, dtype) for op in ("merge", "append_kv", "convert", "delta"))
         for op, out_dtype in (*mods, ("delta", "float32")):
             assert (op, dtype, out_dtype, "flash2", None) in built
-    hopper = [v for v in variants("sm_90") if v not in made]
+    hopper = [v for v in variants("sm_90") if v not in generic]
     assert {(v.arch, v.algorithm) for v in hopper} == {("sm_90a", "flash2")}
-    wanted = set()
+    expected = set()
     halves = [dtype for dtype in DTYPES if TABLE[dtype].itemsize == 2]
     for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
         if row.softcap in (None, capped):
             rows_of = [row, *map(row.for_varlen, (False, True))]
             rows_of += [row.for_decoding(*each) for each in product((False, True), repeat=3)]
             rows_of.append(row.for_decoding(paged=False, few=True, narrow=True, single=True))
-            wanted |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
+            expected |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
-        wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, *map(of_lse.for_varlen, (False, True)))}
+        expected |= {("lse", dtype, dtype, each, capped) for each in (of_lse, *map(of_lse.for_varlen, (False, True)))}
     # Only dense calls share key blocks by heads, and only they know that a sequence has many queries.
     gradients = [("backward", replace(row, shares_heads=True), False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row, False) for row in tiles_sm90.BACKWARD]
@@ -247,10 +247,10 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):
         if row.softcap in (None, capped):
             of_gradients.add((op, dtype, dtype, row, capped, lengths))
-    found = {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap, v.is_varlen) for v in hopper}
-    assert {each for each in found if each[0].startswith("backward")} == of_gradients
-    assert {each[:-1] for each in found - of_gradients} == wanted
-    assert not any(v.softcap for v in made)
+    actual = {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap, v.is_varlen) for v in hopper}
+    assert {each for each in actual if each[0].startswith("backward")} == of_gradients
+    assert {each[:-1] for each in actual - of_gradients} == expected
+    assert not any(v.softcap for v in generic)
     sources = {path.relative_to(compiler.source_root()).as_posix() for path in compiler.source_root().rglob("*.cu")}
     mod_sources = {v.source for any_gpu in (False, True) for v in mod_variants("sm_90", any_gpu)}
     assert {v.source for v in variants("sm_90")} | mod_sources == sources

@@ -28,17 +28,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 
 def drawn(strategy: st.SearchStrategy[Any], seed: int) -> Any:
     """What a strategy draws with this seed: the last of a few, for the first is the simplest there is."""
-    found: list[Any] = []
+    examples: list[Any] = []
     checks = list(HealthCheck)
 
     @hypothesis.seed(seed)
     @settings(max_examples=4, database=None, derandomize=False, phases=[Phase.generate], suppress_health_check=checks)
     @hypothesis.given(strategy)
     def take(example: Any) -> None:
-        found.append(example)
+        examples.append(example)
 
     take()
-    return found[-1]
+    return examples[-1]
 
 
 class Replay:
@@ -54,17 +54,17 @@ class Replay:
 
     def on(self, inputs: dict[str, Any], *loads: Any) -> Any:
         """Its value. loads: for each array, what gives an element of it."""
-        made: dict[Node, Node] = {}
+        nodes: dict[Node, Node] = {}
         for each in post_order([self.root]):
-            below = [made[argument] for argument in each.arguments]
+            below = [nodes[argument] for argument in each.arguments]
             if each.op == "input":
-                made[each] = inputs[each.value].node
+                nodes[each] = inputs[each.value].node
             elif each.op == "load":
-                at = [_index(node, n) for node, n in zip(below, ARRAYS[each.value].shape, strict=True)]
-                made[each] = loads[each.value](*at).node
+                indices = [_index(node, n) for node, n in zip(below, ARRAYS[each.value].shape, strict=True)]
+                nodes[each] = loads[each.value](*indices).node
             else:
-                made[each] = rebuilt(each, below)
-        return TracedScalar(made[self.root])
+                nodes[each] = rebuilt(each, below)
+        return TracedScalar(nodes[self.root])
 
 
 def _index(node: Node, length: int) -> Any:
@@ -73,7 +73,7 @@ def _index(node: Node, length: int) -> Any:
 
 
 def score_of(replay: Replay) -> Maker:
-    def make(put: Put, of: Case) -> Arguments:
+    def make(put: Put, case: Case) -> Arguments:
         floats, integers = map(put, ARRAYS)
 
         def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -86,7 +86,7 @@ def score_of(replay: Replay) -> Maker:
 
 
 def mask_of(replay: Replay) -> Maker:
-    def make(put: Put, of: Case) -> Arguments:
+    def make(put: Put, case: Case) -> Arguments:
         floats, integers = map(put, ARRAYS)
 
         def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:

@@ -48,7 +48,7 @@ def weights(case: Case, put: Put, **more: Any) -> Any:
     return np.concatenate(parts, axis=3).swapaxes(1, 2)
 
 
-def kept(case: Case, seed: int = SEED, dropout_p: float = 0.3) -> Any:
+def keep_mask(case: Case, seed: int = SEED, dropout_p: float = 0.3) -> Any:
     return is_kept(seed, dropout_p, *np.ogrid[: case.batch, : case.heads_q, : case.seqlen_q, : case.seqlen_k])
 
 
@@ -58,31 +58,31 @@ def test_the_weights_that_stay_are_those_of_numpy(cupy: Any, dtype: str, any_gpu
     with family(any_gpu):
         for lengths in LENGTHS:
             case = of_lengths(lengths, dtype=dtype)
-            found = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=SEED)
-            np.testing.assert_array_equal(found != 0, kept(case))
+            result = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=SEED)
+            np.testing.assert_array_equal(result != 0, keep_mask(case))
         # Of the last ones, what stays is what would be there, over the exact share.
         plain = weights(case, cupy.asarray)
         tolerance = {"float16": 2.0**-9, "bfloat16": 2.0**-6, "float32": 2.0**-18}[dtype]
-        wanted = np.where(kept(case), plain * (SHARES / share_kept(0.3)), 0)
-        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=1e-7)
+        expected = np.where(keep_mask(case), plain * (SHARES / share_kept(0.3)), 0)
+        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-7)
 
 
 def test_each_head_dim_and_algorithm_drops_the_same(cupy: Any) -> None:
     case = of_lengths((130, 200))
     for algorithm in ("flash1", "flashd"):
-        found = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=SEED, algorithm=algorithm)
-        np.testing.assert_array_equal(found != 0, kept(case))
+        result = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=SEED, algorithm=algorithm)
+        np.testing.assert_array_equal(result != 0, keep_mask(case))
     for dim in (128, 256):
         wide = replace(case, head_dim=dim, head_dim_v=dim)
-        found = weights(wide, cupy.asarray, dropout_p=0.3, dropout_seed=SEED)
-        np.testing.assert_array_equal(found != 0, kept(wide))
+        result = weights(wide, cupy.asarray, dropout_p=0.3, dropout_seed=SEED)
+        np.testing.assert_array_equal(result != 0, keep_mask(wide))
 
 
 def test_few_queries_over_many_keys_drop_the_same_however_keys_are_shared_out(cupy: Any) -> None:
     case = of_lengths((2, 1000), heads_q=8, heads_kv=1)
     for splits in (1, 4, 0):
-        found = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=SEED, num_splits=splits)
-        np.testing.assert_array_equal(found != 0, kept(case))
+        result = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=SEED, num_splits=splits)
+        np.testing.assert_array_equal(result != 0, keep_mask(case))
 
 
 def test_a_seed_may_be_given_in_many_ways(cupy: Any) -> None:
@@ -90,19 +90,19 @@ def test_a_seed_may_be_given_in_many_ways(cupy: Any) -> None:
     words = np.array([SEED & 0xFFFFFFFF, SEED >> 32], np.uint32)
     seeds = [SEED, np.array(SEED, np.int64), np.array([SEED], np.uint64), words, words.view(np.int32)]
     for seed in seeds:
-        given = seed if isinstance(seed, int) else cupy.asarray(seed)
-        found = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=given)
-        np.testing.assert_array_equal(found != 0, kept(case))
+        argument = seed if isinstance(seed, int) else cupy.asarray(seed)
+        result = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=argument)
+        np.testing.assert_array_equal(result != 0, keep_mask(case))
     for seed in (0, -1, 2**64 - 1, 2**63):
-        found = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=seed)
-        np.testing.assert_array_equal(found != 0, kept(case, seed))
+        result = weights(case, cupy.asarray, dropout_p=0.3, dropout_seed=seed)
+        np.testing.assert_array_equal(result != 0, keep_mask(case, seed))
 
 
 def test_any_share_may_be_dropped_by_one_kernel(cupy: Any) -> None:
     case = of_lengths((200, 300))
     for dropout_p in (1e-9, 1e-4, 0.1, 0.5, 0.9, 0.999, 0.99999):
-        found = weights(case, cupy.asarray, dropout_p=dropout_p, dropout_seed=SEED)
-        np.testing.assert_array_equal(found != 0, kept(case, SEED, dropout_p))
+        result = weights(case, cupy.asarray, dropout_p=dropout_p, dropout_seed=SEED)
+        np.testing.assert_array_equal(result != 0, keep_mask(case, SEED, dropout_p))
     arrays = [cupy.asarray(x) for x in case.arrays()]
     none = cuflash.forward(*arrays, dropout_p=0.0, dropout_seed=SEED, return_lse=True)
     assert identical(none, cuflash.forward(*arrays, return_lse=True))
@@ -120,22 +120,22 @@ PACKED = Sequences("dropped", (130, 0, 63, 1), (65, 5, 200, 64), bounded=True, u
 
 @any_family
 def test_sequences_of_several_lengths_drop_by_their_own_numbers(cupy: Any, any_gpu: bool) -> None:
-    given = varlen_arrays(PACKED)
+    inputs = varlen_arrays(PACKED)
     dim, most = PACKED.dims[1], max(PACKED.keys)
     parts = []
     with family(any_gpu):
         for begin in range(0, most, dim):
-            v = np.zeros_like(given.v)
-            for rows in given.keys:
+            v = np.zeros_like(inputs.v)
+            for rows in inputs.keys:
                 keys = np.arange(begin, max(begin, min(begin + dim, len(rows[0]))))
                 v[rows[0][keys], rows[1][keys], :, keys - begin] = 1
-            q, k = ((x.astype("f4") / 4).astype("f2") for x in (given.q, given.k))
-            arguments = given._replace(q=q, k=k, v=v).arguments(cupy)
+            q, k = ((x.astype("f4") / 4).astype("f2") for x in (inputs.q, inputs.k))
+            arguments = inputs._replace(q=q, k=k, v=v).arguments(cupy)
             parts.append(host(cuflash.forward(**arguments, dropout_p=0.3, dropout_seed=SEED))[None])
-    found = np.concatenate(parts, axis=3)
-    for number, (rows, n) in enumerate(zip(given.queries, PACKED.keys, strict=True)):
+    result = np.concatenate(parts, axis=3)
+    for number, (rows, n) in enumerate(zip(inputs.queries, PACKED.keys, strict=True)):
         stay = is_kept(SEED, 0.3, number, *np.ogrid[: PACKED.heads[0], : len(rows[0]), :n])
-        np.testing.assert_array_equal(found[rows].swapaxes(0, 1)[..., :n] != 0, stay)
+        np.testing.assert_array_equal(result[rows].swapaxes(0, 1)[..., :n] != 0, stay)
 
 
 @any_family
@@ -187,18 +187,18 @@ SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 def test_backward_of_sequences_of_several_lengths(
     cupy: Any, case: Sequences, dims: tuple[int, int], any_gpu: bool
 ) -> None:
-    given = varlen_arrays(replace(case, dims=dims, dtype="bfloat16" if dims[0] > 64 else "float16"))
-    arguments, mod_kwargs = given.arguments(cupy), dropped(cupy.asarray, bounds_case(given))
-    whole, of_numpy = OracleInputs.from_varlen(given), make_oracle_mods(dropped, bounds_case(given))
-    dout, dlse = (cupy.asarray(x) for x in upstream(given))
+    inputs = varlen_arrays(replace(case, dims=dims, dtype="bfloat16" if dims[0] > 64 else "float16"))
+    arguments, mod_kwargs = inputs.arguments(cupy), dropped(cupy.asarray, bounds_case(inputs))
+    whole, of_numpy = OracleInputs.from_varlen(inputs), make_oracle_mods(dropped, bounds_case(inputs))
+    dout, dlse = (cupy.asarray(x) for x in upstream(inputs))
     with family(any_gpu):
         out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
         check(whole, of_numpy, out, lse)
         state: Arguments = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape)}
         for deterministic in (False, True):
             state["deterministic"] = deterministic
-            found = cuflash.backward(dout.reshape(out.shape), **state, **arguments, **mod_kwargs)
-            check_gradients(whole, of_numpy, *upstream(given), found)
+            gradients = cuflash.backward(dout.reshape(out.shape), **state, **arguments, **mod_kwargs)
+            check_gradients(whole, of_numpy, *upstream(inputs), gradients)
 
 
 def test_a_graph_that_is_replayed_reads_the_seed_anew(cupy: Any) -> None:
@@ -220,11 +220,11 @@ def test_a_graph_that_is_replayed_reads_the_seed_anew(cupy: Any) -> None:
             seed.fill(number)
             graph.launch()
             stream.synchronize()
-            found = [x.copy() for x in (out, *gradients)]
+            replayed = [x.copy() for x in (out, *gradients)]
             again = cuflash.forward(q, k, v, return_lse=True, dropout_p=0.3, dropout_seed=number)
             more = {"deterministic": True, "dropout_p": 0.3, "dropout_seed": number}
-            wanted = again[0], *cuflash.backward(dout, q, k, v, *again, **more)
-            assert identical(found, wanted)
+            expected = again[0], *cuflash.backward(dout, q, k, v, *again, **more)
+            assert identical(replayed, expected)
 
 
 def test_tensors_of_torch_take_a_tensor_for_the_seed(cupy: Any) -> None:
@@ -233,5 +233,5 @@ def test_tensors_of_torch_take_a_tensor_for_the_seed(cupy: Any) -> None:
     seed = torch.tensor(SEED, device="cuda")
     q, k, v = (torch_of(x, "cuda") for x in case.arrays())
     out, lse = cuflash.forward(q, k, v, return_lse=True, dropout_p=0.3, dropout_seed=seed)
-    found = out.cpu().numpy(), lse.cpu().numpy()
-    check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(dropped, case), *found)
+    outputs = out.cpu().numpy(), lse.cpu().numpy()
+    check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(dropped, case), *outputs)

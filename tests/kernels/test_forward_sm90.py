@@ -76,9 +76,9 @@ def test_head_dims_and_keys_choose_the_tile(tile: WarpgroupTile, dtype: str, cau
     if tile.max_keys and not causal:
         pytest.skip("without a mask the other tile is taken")
     case = case_of(tile, dtype, 293, 2800 if short else 410, heads=(2, 1), causal=causal)
-    made = cuflash.plan(*case.shapes(), dtype=dtype, device="sm_90", causal=causal, num_splits=1)
-    assert made.variant is not None
-    assert made.variant.tile == tile
+    plan = cuflash.plan(*case.shapes(), dtype=dtype, device="sm_90", causal=causal, num_splits=1)
+    assert plan.variant is not None
+    assert plan.variant.tile == tile
     check(case)
 
 
@@ -160,13 +160,13 @@ def test_what_tma_cannot_address_runs_on_the_generic_kernel(cupy: Any, way: str,
     arrays = case.arrays()
     if way == "repeated":
         arrays[operand][:] = arrays[operand][:1]
-    given = [*arrays, np.full((2, 140, 4, 72), np.nan, numpy_dtype(dtype))]
-    given[operand] = WAYS[way](cupy.asarray(given[operand]))
-    target = given.pop() if operand == 3 else None
-    out, lse = run(*given[:3], out=target, hopper=False, causal=True)
+    operands = [*arrays, np.full((2, 140, 4, 72), np.nan, numpy_dtype(dtype))]
+    operands[operand] = WAYS[way](cupy.asarray(operands[operand]))
+    target = operands.pop() if operand == 3 else None
+    out, lse = run(*operands[:3], out=target, hopper=False, causal=True)
     assert_right(case, arrays, out, lse)
     if operand < 3 and way != "odd_start":  # a plan knows neither pointers nor out
-        variant = cuflash.plan(*map(cupy.asarray, given[:3]), causal=True).variant
+        variant = cuflash.plan(*map(cupy.asarray, operands[:3]), causal=True).variant
         assert variant is not None
         assert variant.source == "sm80/forward.cu"
 

@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 MASK_TILE, KEY_BLOCK = 64, 128
 
 
-def of_sequences(put: Put, of: Case) -> Arguments:
+def of_sequences(put: Put, case: Case) -> Arguments:
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return (k_idx >= q_idx // 3) & (k_idx < q_idx + 100 + 300 * b)
 
     return {"mask_mod": mask_mod}
 
 
-def of_heads(put: Put, of: Case) -> Arguments:
+def of_heads(put: Put, case: Case) -> Arguments:
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return k_idx // 70 % 4 <= (h + b) % 4 * (q_idx // 400 % 2)
 
@@ -35,7 +35,7 @@ def of_heads(put: Put, of: Case) -> Arguments:
 
 
 def last_launch(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, of: Case, mod_kwargs: Arguments, deterministic: bool
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, case: Case, mod_kwargs: Arguments, deterministic: bool
 ) -> tuple[Plan, int]:
     """Runs backward; the result is its plan, and where its workspace was."""
     launched: list[tuple[Plan, int]] = []
@@ -45,7 +45,7 @@ def last_launch(
         launched.append((kernels.plan, pointers[-1]))
         return launch(kernels, pointers, stream)
 
-    arrays = [cupy.asarray(x) for x in of.arrays()]
+    arrays = [cupy.asarray(x) for x in case.arrays()]
     out, lse = cuflash.forward(*arrays, return_lse=True, **mod_kwargs)
     with monkeypatch.context() as patched:
         patched.setattr(LoadedPlan, "launch", recorded)
@@ -53,10 +53,10 @@ def last_launch(
     return launched[-1]
 
 
-def visible_to_tiles(seen: Any, block_q: int) -> Any:
+def visible_to_tiles(visible: Any, block_q: int) -> Any:
     """Returns (batch, heads, tiles, key blocks): whether a mask tile of a tile of queries x a key block is visible."""
     rows, columns = block_q // MASK_TILE, KEY_BLOCK // MASK_TILE
-    whole = np.pad(seen, [(0, 0), (0, 0), (0, -seen.shape[2] % rows), (0, -seen.shape[3] % columns)])
+    whole = np.pad(visible, [(0, 0), (0, 0), (0, -visible.shape[2] % rows), (0, -visible.shape[3] % columns)])
     return whole.reshape(*whole.shape[:2], whole.shape[2] // rows, rows, -1, columns).any(axis=(3, 5))
 
 
@@ -73,36 +73,37 @@ def test_steps_are_listed_and_key_blocks_with_more_come_first(
 ) -> None:
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("kernels for other GPUs list no steps")
-    of = of_lengths((1100, 1900), head_dim=dim, head_dim_v=dim)
-    made, workspace = last_launch(cupy, monkeypatch, of, make(cupy.asarray, of), deterministic)
-    fields = next(launch.fields for launch in made.launches if launch.variant.op == "tile_counts")
+    case = of_lengths((1100, 1900), head_dim=dim, head_dim_v=dim)
+    plan, workspace = last_launch(cupy, monkeypatch, case, make(cupy.asarray, case), deterministic)
+    fields = next(launch.fields for launch in plan.launches if launch.variant.op == "tile_counts")
 
     def numbers(part: str, *shape: int) -> Any:
-        begin, size = made.workspace[part]
-        memory = cupy.cuda.UnownedMemory(workspace + begin, size, made)
+        begin, size = plan.workspace[part]
+        memory = cupy.cuda.UnownedMemory(workspace + begin, size, plan)
         return cupy.ndarray(size // 4, "i4", cupy.cuda.MemoryPointer(memory, 0)).reshape(-1, *shape).get()
 
-    mask_tiles = mask_tiles_of(trace(make(np.asarray, of)["mask_mod"], "mask_mod"), of.batch, of.heads_q, 1100, 1900)
-    seen = visible_to_tiles(mask_tiles != EMPTY, fields["block_q"])
+    graph = trace(make(np.asarray, case)["mask_mod"], "mask_mod")
+    mask_tiles = mask_tiles_of(graph, case.batch, case.heads_q, 1100, 1900)
+    visible = visible_to_tiles(mask_tiles != EMPTY, fields["block_q"])
     full = ~visible_to_tiles(mask_tiles != FULL, fields["block_q"])
     batch, heads = (None if fields[name] else 1 for name in ("list_stride_batch", "list_stride_head"))
-    seen, full = seen[:batch, :heads], full[:batch, :heads]
-    tiles, blocks = seen.shape[2:]
+    visible, full = visible[:batch, :heads], full[:batch, :heads]
+    tiles, blocks = visible.shape[2:]
 
     lists = numbers("key_steps", blocks, 32 * fields["list_lines"])
-    assert len(lists) == seen.shape[0] * seen.shape[1]
+    assert len(lists) == visible.shape[0] * visible.shape[1]
     for number, block in np.ndindex(*lists.shape[:2]):
-        at = *divmod(number, seen.shape[1]), slice(None), block
-        order = [tile for tile in order_of_tiles(block, tiles, fields["block_q"], deterministic) if seen[at][tile]]
-        wanted = [4 * tile + full[at][tile] for tile in order] + [-1]
-        assert lists[number, block, : len(wanted)].tolist() == wanted
+        index = *divmod(number, visible.shape[1]), slice(None), block
+        order = order_of_tiles(block, tiles, fields["block_q"], deterministic)
+        expected = [4 * tile + full[index][tile] for tile in order if visible[index][tile]] + [-1]
+        assert lists[number, block, : len(expected)].tolist() == expected
 
     if deterministic:
-        assert "key_order" not in made.workspace
+        assert "key_order" not in plan.workspace
         return
-    steps = seen.sum(axis=2)
+    steps = visible.sum(axis=2)
     if fields["list_stride_head"]:
-        steps = steps.reshape(len(steps), of.heads_kv, -1, blocks).sum(axis=2)
+        steps = steps.reshape(len(steps), case.heads_kv, -1, blocks).sum(axis=2)
     steps = steps.reshape(-1, blocks)
     np.testing.assert_array_equal(numbers("step_counts", blocks), steps)
     np.testing.assert_array_equal(numbers("key_order", blocks), np.argsort(-steps, axis=1, kind="stable"))

@@ -37,7 +37,7 @@ MANY_ROWS = replace(ROWS, name="many_rows", queries=(3,) * 8, heads=(16, 2), use
 KINDS = [ROWS, CACHE, PAGES, PACKED, MANY_ROWS]
 
 
-def by_lengths(put: Any, of: Any) -> Any:
+def by_lengths(put: Any, case: Any) -> Any:
     """Changes scores by the used lengths, which may be more than the keys that masks show."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -69,29 +69,29 @@ def family(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def forward(cupy: Any, given: VarlenArrays, make: Maker, **more: Any) -> Any:
+def forward(cupy: Any, inputs: VarlenArrays, make: Maker, **more: Any) -> Any:
     """`(out, lse)`."""
-    mod_kwargs = without_grads(make(cupy.asarray, bounds_case(given)))
-    return cuflash.forward(**given.arguments(cupy) | mod_kwargs | more, return_lse=True)
+    mod_kwargs = without_grads(make(cupy.asarray, bounds_case(inputs)))
+    return cuflash.forward(**inputs.arguments(cupy) | mod_kwargs | more, return_lse=True)
 
 
-def check_all(cupy: Any, of: Sequences, make: Maker, **more: Any) -> Any:
+def check_all(cupy: Any, case: Sequences, make: Maker, **more: Any) -> Any:
     """A call that shares keys out, held against float64. Returns out and lse, which are the same bits again."""
-    given = varlen_arrays(of)
+    inputs = varlen_arrays(case)
     with launched() as plans:
-        out, lse = forward(cupy, given, make, **more)
-    if max(of.queries) * of.heads[0] // of.heads[1] <= decoding.FEW_ROWS and more.get("num_splits") != 1:
-        arguments = given.arguments(cupy)
+        out, lse = forward(cupy, inputs, make, **more)
+    if max(case.queries) * case.heads[0] // case.heads[1] <= decoding.FEW_ROWS and more.get("num_splits") != 1:
+        arguments = inputs.arguments(cupy)
         arrays = [arguments.pop(name) for name in "qkv"]
         plain = cuflash.plan(*arrays, **arguments, **more)
         *before, name = names_of(plans)  # where none decodes, mask tiles are found before
         assert ("_decode" in name) == ("_decode" in plain.kernel)
         assert not before or "_decode" not in name
-    check(OracleInputs.from_varlen(given), make_oracle_mods(make, bounds_case(given)), out, lse)
-    unused = given.unused("q")
+    check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds_case(inputs)), out, lse)
+    unused = inputs.unused("q")
     assert not host(out).reshape(*unused.shape, -1)[unused].any()
     assert np.isneginf(host(lse).reshape(len(unused), -1, unused.shape[1]).swapaxes(1, 2)[unused]).all()
-    assert identical(forward(cupy, given, make, **more), (out, lse))
+    assert identical(forward(cupy, inputs, make, **more), (out, lse))
     return out, lse
 
 
@@ -126,12 +126,9 @@ def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int]
 @pytest.mark.parametrize("page_size", [1, 16, 64, 96, 256])
 def test_pages_of_any_size_and_pages_that_are_not_there(cupy: Any, page_size: int) -> None:
     check_all(cupy, replace(PAGES, page_size=page_size), everything)
-    given = varlen_arrays(replace(PAGES, page_size=page_size)).without_pages(seed=1)
-    check(
-        OracleInputs.from_varlen(given),
-        make_oracle_mods(everything, bounds_case(given)),
-        *forward(cupy, given, everything),
-    )
+    inputs = varlen_arrays(replace(PAGES, page_size=page_size)).without_pages(seed=1)
+    out, lse = forward(cupy, inputs, everything)
+    check(OracleInputs.from_varlen(inputs), make_oracle_mods(everything, bounds_case(inputs)), out, lse)
 
 
 @pytest.mark.parametrize(
@@ -177,50 +174,50 @@ def test_a_row_has_the_same_bits_split_or_not(cupy: Any, queries: int, name: str
     make = sinks_of() if name == "sinks" else joined(sinks_of(), bounded, bias_of("1hqk", "bool"))
     case = Sequences("split", (queries,) * 2, (keys,) * 2, "rectangle", "paged", page_size=page_size, used_k=True,
                      heads=(8, 1))  # fmt: skip
-    given = varlen_arrays(case)
-    table = given.varlen_kwargs["page_table"].copy()
+    inputs = varlen_arrays(case)
+    table = inputs.varlen_kwargs["page_table"].copy()
     table[:, keys // num_splits // page_size :] = -1
-    split = forward(cupy, given.with_varlen(page_table=table), make, num_splits=num_splits)
+    split = forward(cupy, inputs.with_varlen(page_table=table), make, num_splits=num_splits)
     few = np.full(2, keys // num_splits, np.int32)
-    whole = forward(cupy, given.with_varlen(page_table=table, seqused_k=few), make, num_splits=num_splits)
+    whole = forward(cupy, inputs.with_varlen(page_table=table, seqused_k=few), make, num_splits=num_splits)
     assert identical(split, whole)
     assert bool((host(whole[1]) > -np.inf).any())
 
 
 def test_a_sink_of_minus_infinity_is_none_and_one_of_any_size_is_counted_once(cupy: Any) -> None:
     for case in (ROWS, MANY_ROWS, PAGES):
-        given = varlen_arrays(case)
+        inputs = varlen_arrays(case)
         heads = case.heads[0]
-        plain = [host(x).astype("f8") for x in cuflash.forward(**given.arguments(cupy), return_lse=True)]
+        plain = [host(x).astype("f8") for x in cuflash.forward(**inputs.arguments(cupy), return_lse=True)]
         none = cupy.full(heads, -np.inf, "float32")
-        arguments = {**given.arguments(cupy), "return_lse": True}
+        arguments = {**inputs.arguments(cupy), "return_lse": True}
         assert identical(cuflash.forward(**arguments, sinks=none), cuflash.forward(**arguments))
         for size in (-200.0, 0.0, 5.0, 300.0):
             sinks = np.linspace(size, size + 3, heads, dtype=np.float32)
             out, lse = (host(x) for x in cuflash.forward(**arguments, sinks=cupy.asarray(sinks)))
-            unused = given.unused("q")  # (first axis, second axis)
+            unused = inputs.unused("q")  # (first axis, second axis)
             of_rows = plain[1].reshape(len(unused), heads, -1)
-            wanted = np.where(unused[:, None], -np.inf, np.logaddexp(of_rows, sinks[:, None].astype("f8")))
-            np.testing.assert_allclose(lse.reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-5)
+            expected_lse = np.where(unused[:, None], -np.inf, np.logaddexp(of_rows, sinks[:, None].astype("f8")))
+            np.testing.assert_allclose(lse.reshape(expected_lse.shape), expected_lse, rtol=1e-5, atol=1e-5)
             with np.errstate(invalid="ignore"):
-                share = np.where(np.isneginf(wanted), 0.0, np.exp(of_rows - wanted)).swapaxes(1, 2)
+                share = np.where(np.isneginf(expected_lse), 0.0, np.exp(of_rows - expected_lse)).swapaxes(1, 2)
             got = out.astype("f8").reshape(*share.shape, -1)
             expected = plain[0].reshape(got.shape) * share[..., None]
             np.testing.assert_allclose(got, expected, rtol=3e-3, atol=1e-3)
 
 
 def test_weights_that_are_dropped_run_unsplit(cupy: Any) -> None:
-    given = varlen_arrays(ROWS)
+    inputs = varlen_arrays(ROWS)
     make = joined(sinks_of(), dropped)
     with launched() as plans:
-        got = forward(cupy, given, make)
+        got = forward(cupy, inputs, make)
     assert "_decode" not in names_of(plans)[0]
-    check(OracleInputs.from_varlen(given), make_oracle_mods(make, bounds_case(given)), *got)
+    check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds_case(inputs)), *got)
 
 
 def test_a_graph_reads_lengths_and_arrays_anew(cupy: Any) -> None:
-    given = varlen_arrays(PAGES)
-    arguments, mod_kwargs = given.arguments(cupy), without_grads(everything(cupy.asarray, bounds_case(given)))
+    inputs = varlen_arrays(PAGES)
+    arguments, mod_kwargs = inputs.arguments(cupy), without_grads(everything(cupy.asarray, bounds_case(inputs)))
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # What is hidden, what is not finite, and what is not there.
 
 
-def some_keys(put: Put, of: Case) -> Arguments:
+def some_keys(put: Put, case: Case) -> Arguments:
     """Every seventh key is hidden from all, and a whole tile and more in the middle."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -51,22 +51,22 @@ def some_keys(put: Put, of: Case) -> Arguments:
     return {"mask_mod": mask_mod}
 
 
-def whole_tile(put: Put, of: Case) -> Arguments:
+def whole_tile(put: Put, case: Case) -> Arguments:
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return (k_idx < 128) | (k_idx >= 256)
 
     return {"mask_mod": mask_mod}
 
 
-def some_keys_by_bias(put: Put, of: Case) -> Arguments:
-    keys = np.arange(of.seqlen_k)
+def some_keys_by_bias(put: Put, case: Case) -> Arguments:
+    keys = np.arange(case.seqlen_k)
     return {"bias": put((keys % 7 != 3) & ((keys < 100) | (keys >= 260)))}
 
 
-def some_keys_by_least(put: Put, of: Case) -> Arguments:
-    keys = np.arange(of.seqlen_k)
-    seen = (keys % 7 != 3) & ((keys < 100) | (keys >= 260))
-    return {"bias": put(np.where(seen, 0, np.finfo(np.float32).min).astype(np.float32)[None])}
+def some_keys_by_least(put: Put, case: Case) -> Arguments:
+    keys = np.arange(case.seqlen_k)
+    visible = (keys % 7 != 3) & ((keys < 100) | (keys >= 260))
+    return {"bias": put(np.where(visible, 0, np.finfo(np.float32).min).astype(np.float32)[None])}
 
 
 # Makers, and what fills the keys that nobody sees. why not NaN but in whole tiles: what a function hides weighs 0, and
@@ -85,7 +85,7 @@ def test_keys_that_nobody_sees_leave_no_trace(cupy: Any, name: str, any_gpu: boo
     keys = np.arange(400)
     hidden = (keys >= 128) & (keys < 256) if make is whole_tile else (keys % 7 == 3) | ((keys >= 100) & (keys < 260))
     dout = cupy.asarray(np.random.default_rng(3).standard_normal(case.out_shape()).astype("f2"))
-    found = []
+    runs = []
     with for_any_gpu() if any_gpu else nullcontext():
         for fill in fills:
             q, k, v = case.arrays()
@@ -94,10 +94,10 @@ def test_keys_that_nobody_sees_leave_no_trace(cupy: Any, name: str, any_gpu: boo
             out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
             gradients = cuflash.backward(dout, *there, out, lse, deterministic=True, **mod_kwargs)
             assert not any(host(x)[:, hidden].any() for x in gradients[1:])
-            found.append((out, lse, *gradients))
+            runs.append((out, lse, *gradients))
             if not fill:
                 check(OracleInputs.dense(case, (q, k, v)), make_oracle_mods(make, case), out, lse)
-    assert all(identical(each, found[0]) for each in found[1:])
+    assert all(identical(each, runs[0]) for each in runs[1:])
 
 
 @pytest.mark.parametrize("any_gpu", [False, True])
@@ -124,16 +124,16 @@ def test_rows_that_see_nothing_have_results_of_their_own(cupy: Any, any_gpu: boo
 def test_scores_that_are_seen_and_not_finite_show(cupy: Any) -> None:
     case = of_lengths((130, 150))
 
-    def with_inf(put: Put, of: Case) -> Arguments:
-        bias = np.zeros((1, of.heads_q, of.seqlen_q, of.seqlen_k), np.float32)
+    def with_inf(put: Put, case: Case) -> Arguments:
+        bias = np.zeros((1, case.heads_q, case.seqlen_q, case.seqlen_k), np.float32)
         bias[0, 1, 70, 66], bias[0, 2, 5, 140], bias[0, 3, 9, 9], bias[0, 3, 11] = np.inf, np.nan, -np.inf, -np.inf
         return {"bias": put(bias)}
 
-    found = check_forward(with_inf, case, cupy.asarray, with_lse=True)
-    assert np.argwhere(np.isnan(host(found[0]).astype("f4")).any(axis=3)).tolist() == [
+    outputs = check_forward(with_inf, case, cupy.asarray, with_lse=True)
+    assert np.argwhere(np.isnan(host(outputs[0]).astype("f4")).any(axis=3)).tolist() == [
         [b, *row] for b in range(2) for row in ((5, 2), (70, 1))
     ]
-    hidden = joined(with_inf, lambda put, of: {"mask_mod": lambda b, h, q_idx, k_idx: (k_idx != 66) & (k_idx < 140)})
+    hidden = joined(with_inf, lambda put, case: {"mask_mod": lambda b, h, q_idx, k_idx: (k_idx != 66) & (k_idx < 140)})
     out, _ = check_forward(hidden, case, cupy.asarray)
     assert np.isfinite(host(out).astype("f4")).all()
     with for_any_gpu():
@@ -152,18 +152,18 @@ def check_large(put: Put, case: Case, letters: str) -> None:
     q, k, v = case.arrays()
     q[:, large] = 0
     there, shape = [put(x) for x in (q, k, v)], shape_of(letters, case)
-    found = []
+    runs = []
     for of_large in (sizes, 0.0):
         bias = np.where(large[:, None], of_large, drawn(letters, *shape)).astype(np.float32)
-        found.append([host(x) for x in cuflash.forward(*there, return_lse=True, bias=put(bias))])
-    (out, lse), (of_ordinary, lse_of_ordinary) = found
+        runs.append([host(x) for x in cuflash.forward(*there, return_lse=True, bias=put(bias))])
+    (out, lse), (of_ordinary, lse_of_ordinary) = runs
     check(OracleInputs.dense(case, (q, k, v)), OracleMods.from_kwargs({"bias": bias}), of_ordinary, lse_of_ordinary)
     assert identical([out[:, ~large]], [of_ordinary[:, ~large]])
     assert identical([lse[:, :, ~large]], [lse_of_ordinary[:, :, ~large]])
     mean = np.repeat(v.astype(np.float64).mean(axis=1, keepdims=True), case.heads_q // case.heads_kv, axis=2)
     assert_units("out", out[:, large], mean, ulps=4)
-    wanted = sizes[large, 0].astype(np.float64) + np.log(case.seqlen_k)
-    np.testing.assert_allclose(lse[:, :, large], np.broadcast_to(wanted, lse[:, :, large].shape), rtol=1e-6)
+    expected = sizes[large, 0].astype(np.float64) + np.log(case.seqlen_k)
+    np.testing.assert_allclose(lse[:, :, large], np.broadcast_to(expected, lse[:, :, large].shape), rtol=1e-6)
 
 
 @pytest.mark.parametrize("letters", ["qk", "q1"])  # what each score adds, and what a row knows
@@ -184,8 +184,8 @@ def test_the_least_scores_that_weigh_something_weigh_nothing_beside_others(cupy:
     edge = (np.array(-1e37, np.float32).view(np.int32) + steps).view(np.float32)
     rows = np.arange(case.seqlen_q)
 
-    def near_least(put: Put, of: Case) -> Arguments:
-        bias = np.zeros((of.seqlen_q, of.seqlen_k), np.float32)
+    def near_least(put: Put, case: Case) -> Arguments:
+        bias = np.zeros((case.seqlen_q, case.seqlen_k), np.float32)
         bias[:, 120:] = -np.inf
         bias[:, -1] = edge[rows % len(edge)]
         bias[rows % 2 == 1, 130] = edge[0]
@@ -221,8 +221,8 @@ def test_other_arrays_of_the_same_kind_compile_nothing(cupy: Any, monkeypatch: p
     for lengths in ((290, 280), (300, 300)):
         case = of_lengths(lengths)
 
-        def other(put: Put, of: Case) -> Arguments:
-            table = put(np.linspace(-1.0, 1.0, of.heads_q * 30).astype(np.float32).reshape(30, of.heads_q)).T
+        def other(put: Put, case: Case) -> Arguments:
+            table = put(np.linspace(-1.0, 1.0, case.heads_q * 30).astype(np.float32).reshape(30, case.heads_q)).T
 
             def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
                 return 2.0 * np.tanh(score / 2.0) + table[h, q_idx - k_idx]
@@ -245,15 +245,15 @@ WINDOWS = {
 def test_masks_that_are_windows_launch_the_plain_kernels(cupy: Any, name: str) -> None:
     mask_mod, keywords = WINDOWS[name]
     arrays = [cupy.asarray(x) for x in of_lengths((200, 300)).arrays()]
-    found = []
+    runs = []
     for mask_kwargs in (keywords, {"mask_mod": mask_mod}):
         with launched() as ran:
             out, lse = cuflash.forward(*arrays, return_lse=True, **mask_kwargs)
             gradients = cuflash.backward(out, *arrays, out, lse, deterministic=True, **mask_kwargs)
-        found.append((names_of(ran), (out, lse, *gradients)))
-    (plain, wanted), (with_mods, got) = found
+        runs.append((names_of(ran), (out, lse, *gradients)))
+    (plain, expected), (with_mods, got) = runs
     assert with_mods == plain
-    assert identical(got, wanted)
+    assert identical(got, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -287,6 +287,6 @@ def test_slopes_change_in_place(cupy: Any) -> None:
         slopes *= 2
         graph.launch()
         stream.synchronize()
-    wanted = cuflash.forward(*arrays, **mod_kwargs)
-    assert identical([out], [wanted])
-    assert not identical([wanted], [before])
+    expected = cuflash.forward(*arrays, **mod_kwargs)
+    assert identical([out], [expected])
+    assert not identical([expected], [before])

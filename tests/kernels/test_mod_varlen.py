@@ -48,7 +48,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def by_lengths(put: Any, of: Any) -> Any:
+def by_lengths(put: Any, case: Any) -> Any:
     """Changes scores by the used lengths, and hides keys of the first half from the last quarter of the queries."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -82,8 +82,8 @@ def test_each_sequence_agrees_with_float64(cupy: Any, case: Sequences, name: str
 @pytest.mark.skipif(ON_HOPPER[1].args[0], reason="needs a GPU of sm_90")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
-    given = varlen_arrays(case)
-    arguments, mod_kwargs = given.arguments(cupy), without_grads(MAKERS["places"](cupy.asarray, bounds_case(given)))
+    inputs = varlen_arrays(case)
+    arguments, mod_kwargs = inputs.arguments(cupy), without_grads(MAKERS["places"](cupy.asarray, bounds_case(inputs)))
     with launched() as ran:
         cuflash.forward(**arguments, **mod_kwargs)
         cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"}, **mod_kwargs)
@@ -104,40 +104,40 @@ def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
 
 
 def test_pages_that_are_not_there_hide_their_keys(cupy: Any) -> None:
-    given = varlen_arrays(replace(PACKED, place_k="paged", used_k=True, causal=True)).without_pages(seed=1)
-    of = bounds_case(given)
+    inputs = varlen_arrays(replace(PACKED, place_k="paged", used_k=True, causal=True)).without_pages(seed=1)
+    bounds = bounds_case(inputs)
     make = joined(alibi, bias_of("bhqk"))
-    mod_kwargs = without_grads(make(cupy.asarray, of))
-    out, lse = cuflash.forward(**given.arguments(cupy), return_lse=True, **mod_kwargs)
-    check(OracleInputs.from_varlen(given), make_oracle_mods(make, of), out, lse)
+    mod_kwargs = without_grads(make(cupy.asarray, bounds))
+    out, lse = cuflash.forward(**inputs.arguments(cupy), return_lse=True, **mod_kwargs)
+    check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds), out, lse)
 
 
 def test_scores_that_grow_from_tile_to_tile_are_made_again(cupy: Any) -> None:
     """Maxima rise by far more than weights have room for, so that rows are weighed once more."""
 
-    def growing(put: Any, of: Any) -> Any:
+    def growing(put: Any, case: Any) -> Any:
         return {"score_mod": lambda score, b, h, q_idx, k_idx: score - 2.0 * k_idx * (b + 1)}
 
     for place in ("packed", "paged"):
-        given = varlen_arrays(replace(PACKED, place_k=place, used_k=True, dtype="bfloat16"))
+        inputs = varlen_arrays(replace(PACKED, place_k=place, used_k=True, dtype="bfloat16"))
         mod_kwargs = growing(None, None)
-        out, lse = cuflash.forward(**given.arguments(cupy), return_lse=True, **mod_kwargs)
-        check(OracleInputs.from_varlen(given), make_oracle_mods(growing, bounds_case(given)), out, lse)
+        out, lse = cuflash.forward(**inputs.arguments(cupy), return_lse=True, **mod_kwargs)
+        check(OracleInputs.from_varlen(inputs), make_oracle_mods(growing, bounds_case(inputs)), out, lse)
 
 
 def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
     """Not the same bits, for tiles differ; but the dense call's own functions know of one sequence alone."""
-    given = varlen_arrays(replace(PACKED, queries=(130, 200), keys=(200, 200)))
-    of, arguments = bounds_case(given), given.arguments(cupy)
-    mod_kwargs = without_grads(MAKERS["places"](cupy.asarray, of))
+    inputs = varlen_arrays(replace(PACKED, queries=(130, 200), keys=(200, 200)))
+    bounds, arguments = bounds_case(inputs), inputs.arguments(cupy)
+    mod_kwargs = without_grads(MAKERS["places"](cupy.asarray, bounds))
     out, lse = (host(x) for x in cuflash.forward(**arguments, return_lse=True, **mod_kwargs))
-    for number, rows in enumerate(given.queries):
+    for number, rows in enumerate(inputs.queries):
         n = len(rows[0])
-        arrays = [cupy.asarray(dense_of(given, number, x, side)) for x, side in
-                  zip("qkv", (given.queries, given.keys, given.keys), strict=True)]  # fmt: skip
+        arrays = [cupy.asarray(dense_of(inputs, number, x, side)) for x, side in
+                  zip("qkv", (inputs.queries, inputs.keys, inputs.keys), strict=True)]  # fmt: skip
         # The first sequence of the dense call is that of this number.
         moved = {**mod_kwargs, "bias": mod_kwargs["bias"][number : number + 1, :, :n]}
-        lengths = np.array([of.seqlen_k // (number + 2)], np.int32)
+        lengths = np.array([bounds.seqlen_k // (number + 2)], np.int32)
         moved["mask_mod"] = cuflash.mods.prefix_lm(cupy.asarray(lengths))
         alone = cuflash.forward(*arrays, return_lse=True, **moved)
         np.testing.assert_allclose(out[rows[1]].astype("f4"), host(alone[0])[0].astype("f4"), rtol=2e-3, atol=2e-3)
@@ -146,9 +146,9 @@ def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
 
 def test_lengths_that_change_on_the_device_need_nothing_new(cupy: Any) -> None:
     """A graph that is replayed reads lengths and arrays anew."""
-    given = varlen_arrays(CASES[1])
-    of, arguments = bounds_case(given), given.arguments(cupy)
-    mod_kwargs, stream = without_grads(MAKERS["places"](cupy.asarray, of)), cupy.cuda.Stream(non_blocking=True)
+    inputs = varlen_arrays(CASES[1])
+    bounds, arguments = bounds_case(inputs), inputs.arguments(cupy)
+    mod_kwargs, stream = without_grads(MAKERS["places"](cupy.asarray, bounds)), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
         out = cuflash.forward(**arguments, **mod_kwargs)
@@ -158,10 +158,10 @@ def test_lengths_that_change_on_the_device_need_nothing_new(cupy: Any) -> None:
         graph = stream.end_capture()
         fewer = np.array([100, 0, 200, 1, 30], np.int32)
         for name in ("seqused_q", "seqused_k"):
-            arguments[name][...] = cupy.asarray(np.minimum(fewer, given.varlen_kwargs[name]))
+            arguments[name][...] = cupy.asarray(np.minimum(fewer, inputs.varlen_kwargs[name]))
         mod_kwargs["bias"] *= 0.5
         out[...] = 0.0  # why: rows that are not used keep what an array that was given holds
         graph.launch()
         stream.synchronize()
-        wanted = cuflash.forward(**arguments, **mod_kwargs)
-        assert identical([out], [wanted])
+        expected = cuflash.forward(**arguments, **mod_kwargs)
+        assert identical([out], [expected])

@@ -152,10 +152,10 @@ VIEWS = {
 
 
 def test_strides_of_a_bias_change_no_bit(cupy: Any) -> None:
-    wanted = check_forward(bias_of("bhqk"), CASE, cupy.asarray)
+    expected = check_forward(bias_of("bhqk"), CASE, cupy.asarray)
     arrays = [cupy.asarray(x) for x in CASE.arrays()]
     for view in VIEWS.values():
-        assert identical(forward(bias_of("bhqk", view=view), CASE, cupy.asarray, arrays), wanted)
+        assert identical(forward(bias_of("bhqk", view=view), CASE, cupy.asarray, arrays), expected)
 
 
 def test_a_bias_of_whole_shape_may_have_strides_of_0(cupy: Any) -> None:
@@ -166,8 +166,8 @@ def test_a_bias_of_whole_shape_may_have_strides_of_0(cupy: Any) -> None:
 
     arrays = [cupy.asarray(x) for x in CASE.arrays()]
     for letters in ("1hqk", "bh1k", "b1q1"):
-        given, oracle_mods = OracleInputs.dense(CASE, CASE.arrays()), make_oracle_mods(stretched(letters), CASE)
-        check(given, oracle_mods, *forward(stretched(letters), CASE, cupy.asarray, arrays))
+        inputs, oracle_mods = OracleInputs.dense(CASE, CASE.arrays()), make_oracle_mods(stretched(letters), CASE)
+        check(inputs, oracle_mods, *forward(stretched(letters), CASE, cupy.asarray, arrays))
 
 
 # Arrays of other layouts and libraries.
@@ -176,8 +176,8 @@ def test_a_bias_of_whole_shape_may_have_strides_of_0(cupy: Any) -> None:
 def test_layouts_of_q_k_and_v(cupy: Any) -> None:
     case = of_lengths((140, 150))
     arrays = [cupy.asarray(x) for x in case.arrays()]
-    wanted = check_forward(everything, case, cupy.asarray)
-    assert identical(forward(everything, case, cupy.asarray, [heads_first(x) for x in arrays]), wanted)
+    expected = check_forward(everything, case, cupy.asarray)
+    assert identical(forward(everything, case, cupy.asarray, [heads_first(x) for x in arrays]), expected)
     for layout in (odd_rows, odd_start, lambda x: laid_out(x, steps=(1, -1, 1, 1))):  # what TMA cannot address
         check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(everything, case),
               *forward(everything, case, cupy.asarray, [layout(x) for x in arrays]))  # fmt: skip
@@ -196,17 +196,17 @@ def test_tensors_of_torch(cupy: Any) -> None:
     arrays = case.arrays()
     out, lse = forward(everything, case, put, [put(x) for x in arrays])
     assert isinstance(out, torch.Tensor)
-    found = (as_numpy(out).astype(numpy_dtype("bfloat16")), as_numpy(lse))
-    check(OracleInputs.dense(case, arrays), make_oracle_mods(everything, case), *found)
+    outputs = (as_numpy(out).astype(numpy_dtype("bfloat16")), as_numpy(lse))
+    check(OracleInputs.dense(case, arrays), make_oracle_mods(everything, case), *outputs)
     mod_kwargs, dout = everything(put, case), np.random.default_rng(7).standard_normal(case.out_shape())
-    wanted = mod_kwargs.pop("captured_grads")
+    captured = mod_kwargs.pop("captured_grads")
     dout = dout.astype(numpy_dtype("bfloat16"))
     dq, dk, dv, grads = cuflash.backward(
-        put(dout), *map(put, arrays), out, lse, **case.arguments(), **mod_kwargs, captured_grads=wanted
+        put(dout), *map(put, arrays), out, lse, **case.arguments(), **mod_kwargs, captured_grads=captured
     )
-    for got, like in zip(grads, wanted, strict=True):
+    for got, like in zip(grads, captured, strict=True):
         assert isinstance(got, torch.Tensor)
         assert (got.shape, got.dtype) == (like.shape, like.dtype)
     gradients = [as_numpy(x).astype(numpy_dtype("bfloat16")) for x in (dq, dk, dv)]
-    given = OracleInputs.dense(case, arrays)
-    check_gradients(given, make_oracle_mods(everything, case), dout, None, gradients, [as_numpy(x) for x in grads])
+    inputs = OracleInputs.dense(case, arrays)
+    check_gradients(inputs, make_oracle_mods(everything, case), dout, None, gradients, [as_numpy(x) for x in grads])

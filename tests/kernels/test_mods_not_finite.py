@@ -27,8 +27,8 @@ ROW = 70  # it sees every second of the first 40 keys
 def nan_row(*more: Any) -> Any:
     """A NaN among the scores of one row, under a mask that hides most keys from it."""
 
-    def make(put: Put, of: Case) -> Arguments:
-        bias = np.zeros((of.seqlen_q, of.seqlen_k), np.float32)
+    def make(put: Put, case: Case) -> Arguments:
+        bias = np.zeros((case.seqlen_q, case.seqlen_k), np.float32)
         bias[ROW, 4] = np.nan
 
         def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -41,8 +41,8 @@ def nan_row(*more: Any) -> Any:
 
 def check_nan_row(put: Put, case: Case, make: Any) -> None:
     """Gradients of what sees the NaN are NaN, and those of all else are finite."""
-    seen, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
-    hidden = ~np.isin(np.arange(case.seqlen_k), seen)
+    visible, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
+    hidden = ~np.isin(np.arange(case.seqlen_k), visible)
     there, mod_kwargs = [put(x) for x in case.arrays()], without_grads(make(put, case))
     dout = put(np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype)))
     out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
@@ -53,7 +53,7 @@ def check_nan_row(put: Put, case: Case, make: Any) -> None:
         assert np.isnan(dq[:, ROW]).all()
         assert np.isfinite(dq[:, others]).all()
         for of_keys in (dk, dv):
-            assert np.isnan(of_keys[:, seen]).all()
+            assert np.isnan(of_keys[:, visible]).all()
             assert np.isfinite(of_keys[:, hidden]).all()
 
 
@@ -82,9 +82,9 @@ def check_infinite_product(put: Put, case: Case) -> None:
     keywords = {"score_mod": score_mod, "causal": True}
     out, lse = cuflash.forward(*there, return_lse=True, **keywords)
     dv = cuflash.backward(put(dout), *there, out, lse, **keywords)[2]
-    given, oracle_mods = OracleInputs.dense(case, (q, k, v)), OracleMods.from_kwargs({"score_mod": score_mod})
-    check(given, oracle_mods, out, lse)
-    check_gradients(given, oracle_mods, dout, None, (None, None, dv))  # dq and dk are sums of numbers near 3e38
+    inputs, oracle_mods = OracleInputs.dense(case, (q, k, v)), OracleMods.from_kwargs({"score_mod": score_mod})
+    check(inputs, oracle_mods, out, lse)
+    check_gradients(inputs, oracle_mods, dout, None, (None, None, dv))  # dq and dk are sums of numbers near 3e38
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -135,9 +135,9 @@ def test_sinks_that_are_not_finite(cupy: Any, any_gpu: bool) -> None:
                 put(dout), *there, out, lse, captured_grads=(mod_kwargs["sinks"],), **mod_kwargs
             )
         results.append([host(x).astype("f4") for x in (out, lse, *gradients, *dsinks)])
-    wanted, found = results
-    assert not found[0][:, :, 0].any()
-    assert np.isposinf(found[1][:, 0]).all()
-    assert np.isnan(found[1][:, 2]).all() == any_gpu
-    for one, other in zip(found, wanted, strict=True):
+    expected, result = results
+    assert not result[0][:, :, 0].any()
+    assert np.isposinf(result[1][:, 0]).all()
+    assert np.isnan(result[1][:, 2]).all() == any_gpu
+    for one, other in zip(result, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0.01, atol=0.02)

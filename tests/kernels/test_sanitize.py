@@ -20,21 +20,21 @@ def test_the_sanitizer_reaches_every_tile_and_every_kernel_for_several_lengths(m
     monkeypatch.setattr(device, "query", lambda ordinal: DEVICES["sm_90"])
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     sanitize = import_module("sanitize")
-    wanted = sanitize.variants()
-    assert not sanitize.unreached(wanted)
-    of_lengths = {x for x in wanted if x.is_varlen and x.mod_code is None and not x.lists_seqlens}
+    launched = sanitize.variants()
+    assert not sanitize.unreached(launched)
+    of_lengths = {x for x in launched if x.is_varlen and x.mod_code is None and not x.lists_seqlens}
     assert {x for x in variants("sm_90") if x.is_varlen} == of_lengths
-    mod_sources = {x.source for x in wanted if x.is_varlen and (x.mod_code is not None or x.lists_seqlens)}
+    mod_sources = {x.source for x in launched if x.is_varlen and (x.mod_code is not None or x.lists_seqlens)}
     assert mod_sources >= {f"sm90/forward/{name}.cu" for name in ("forward", "lse")}
     assert mod_sources >= {f"sm90/backward/{name}.cu" for name in ("backward", "backward_rows")}
     assert mod_sources >= {f"sm80/{name}.cu" for name in ("forward", "lse", "backward", "backward_dq")}
     assert "portable/delta.cu" in mod_sources
-    assert sanitize.unreached([x for x in wanted if not x.is_varlen])
+    assert sanitize.unreached([x for x in launched if not x.is_varlen])
     # In every tile of Hopper's forward there are calls whose scores are so large that rows leave the main loop.
     large = import_module("sanitize_cases").LARGE
     tiles: dict[bool, set[object]] = {False: set(), True: set()}  # by whether scores are large
     for (_, case, _), kernels in sanitize.work().items():
-        is_large = getattr(case, "of", case).softmax_scale == large
+        is_large = getattr(case, "base", case).softmax_scale == large
         forward = (x for x in kernels if x.op == "forward" and x.of_warpgroups)
         tiles[is_large].update((x.source, x.dtype, x.tile, x.is_varlen) for x in forward)
     assert tiles[False]
@@ -44,7 +44,7 @@ def test_the_sanitizer_reaches_every_tile_and_every_kernel_for_several_lengths(m
 def test_parts_of_a_run_are_given_as_a_number_and_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     sanitize = import_module("sanitize")
-    assert [sanitize.part_of(given) for given in ([], ["0/1"], ["7/8"])] == [(0, 1), (0, 1), (7, 8)]
+    assert [sanitize.part_of(arguments) for arguments in ([], ["0/1"], ["7/8"])] == [(0, 1), (0, 1), (7, 8)]
     for wrong in (["8/8"], ["1"], ["1/2", "3"], ["-1/2"], ["a/b"], ["0/0"]):
         with pytest.raises(SystemExit, match="usage: sanitize"):
             sanitize.part_of(wrong)

@@ -24,8 +24,8 @@ def test_more_tiles_than_multiprocessors(tile: WarpgroupTile, dtype: str, mask: 
     out, lse = run(*arrays, tile=tile, **case.arguments())
     assert_right(case, arrays, out, lse)
     for _ in range(3):  # the counter of tiles is as it was
-        for got, wanted in zip(run(*arrays, tile=tile, **case.arguments()), (out, lse), strict=True):
-            assert_same(got, wanted)
+        for got, expected in zip(run(*arrays, tile=tile, **case.arguments()), (out, lse), strict=True):
+            assert_same(got, expected)
 
 
 @every_tile
@@ -68,7 +68,7 @@ def test_windows_that_warpgroups_see_different_key_tiles_of(
 def test_1000_repeats_on_two_streams_beside_copies_are_bitwise_equal(cupy: Any, tile: WarpgroupTile, mask: str) -> None:
     case = case_of(tile, "bfloat16", 500, 500, heads=(16, 4), batch=4, **MASKS[mask])
     q, k, v = map(cupy.asarray, case.arrays())
-    wanted, wanted_lse = run(q, k, v, tile=tile, **case.arguments())
+    expected, expected_lse = run(q, k, v, tile=tile, **case.arguments())
     source, target = cupy.zeros((2, 2**27), "u1")
     copying, *streams = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
     differ = [cupy.zeros(2, "i8") for _ in streams]
@@ -79,7 +79,7 @@ def test_1000_repeats_on_two_streams_beside_copies_are_bitwise_equal(cupy: Any, 
             for stream, count in zip(streams, differ, strict=True):
                 with stream:
                     out, lse = cuflash.forward(q, k, v, return_lse=True, **case.arguments())
-                    count[0] += (out.view("u2") != wanted.view("u2")).sum()
-                    count[1] += (lse.view("u4") != wanted_lse.view("u4")).sum()
+                    count[0] += (out.view("u2") != expected.view("u2")).sum()
+                    count[1] += (lse.view("u4") != expected_lse.view("u4")).sum()
     cupy.cuda.Device().synchronize()
     assert [host(count).tolist() for count in differ] == [[0, 0], [0, 0]]

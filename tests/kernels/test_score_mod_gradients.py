@@ -65,8 +65,8 @@ def test_gradients_are_slopes_of_the_forward(cupy: Any, name: str, deterministic
     q, k, v, dout, dlse = operands(cupy.asarray)
     of_out, of_lse = (host(x).astype(np.float64) for x in (dout, dlse))
 
-    def loss(*given: Any) -> float:
-        out, lse = cuflash.forward(q, k, v, return_lse=True, **make(*map(cupy.asarray, given)))
+    def loss(*inputs: Any) -> float:
+        out, lse = cuflash.forward(q, k, v, return_lse=True, **make(*map(cupy.asarray, inputs)))
         lse = host(lse).astype(np.float64)
         return float((of_out * host(out)).sum() + (of_lse * np.where(np.isneginf(lse), 0.0, lse)).sum())
 
@@ -74,13 +74,13 @@ def test_gradients_are_slopes_of_the_forward(cupy: Any, name: str, deterministic
     call = make(*there)
     out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
     more = {"dlse": dlse, "captured_grads": there, "deterministic": deterministic}
-    *_, found = cuflash.backward(dout, q, k, v, out, lse, **more, **call)
-    for at, (x, gradient) in enumerate(zip(arrays, found, strict=True)):
-        direction = np.random.default_rng(at).standard_normal(x.shape).astype(np.float32)
+    *_, gradients = cuflash.backward(dout, q, k, v, out, lse, **more, **call)
+    for index, (x, gradient) in enumerate(zip(arrays, gradients, strict=True)):
+        direction = np.random.default_rng(index).standard_normal(x.shape).astype(np.float32)
 
-        def along(steps: int, at: int = at, x: Any = x, direction: Any = direction) -> float:
+        def along(steps: int, index: int = index, x: Any = x, direction: Any = direction) -> float:
             moved = (x + np.float32(steps * STEP) * direction).astype(np.float32)
-            return loss(*arrays[:at], moved, *arrays[at + 1 :])
+            return loss(*arrays[:index], moved, *arrays[index + 1 :])
 
         slope = (8 * (along(1) - along(-1)) - (along(2) - along(-2))) / (12 * STEP)
         gradient = host(gradient).astype(np.float64)
@@ -97,10 +97,10 @@ def test_a_thousand_deterministic_repeats_are_the_same_bits(cupy: Any, name: str
     out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
 
     def bits() -> list[Any]:
-        dq, dk, dv, found = cuflash.backward(
+        dq, dk, dv, captured = cuflash.backward(
             dout, q, k, v, out, lse, dlse=dlse, captured_grads=there, deterministic=True, **call
         )
-        return [x.view("u4") for x in (dq, dk, dv, *found)]
+        return [x.view("u4") for x in (dq, dk, dv, *captured)]
 
     first, differ = bits(), cupy.zeros((), bool)
     for _ in range(REPEATS):

@@ -6,10 +6,10 @@ import doctest
 from typing import Any
 
 
-def run_examples(of: Any, **given: Any) -> None:
+def run_examples(function: Any, **names: Any) -> None:
     """Runs the examples of a function's docstring, of which there is one at least. given: the names that they know."""
-    (test,) = doctest.DocTestFinder(recurse=False).find(of, of.__name__, globs=given)
-    assert test.examples, f"{of.__name__} has no example"
+    (test,) = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs=names)
+    assert test.examples, f"{function.__name__} has no example"
     lines: list[str] = []
     failed, tried = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=lines.append)
     assert tried

@@ -36,15 +36,15 @@ def eager(
         lse = torch.where(sees, torch.logaddexp(lse.where(sees, 0.0), of_heads), of_heads)
     weights = torch.where(visible, (scores - lse.where(sees, 0.0)[..., None]).exp(), 0.0)
     if dropout_p:
-        kept = torch.from_numpy(is_kept(dropout_seed, dropout_p, *(x.numpy() for x in places)))
-        weights = weights * kept / (share_kept(dropout_p) / SHARES)
+        keep = torch.from_numpy(is_kept(dropout_seed, dropout_p, *(x.numpy() for x in places)))
+        weights = weights * keep / (share_kept(dropout_p) / SHARES)
     return (weights @ v).transpose(1, 2), lse
 
 
-def assert_close(found: Any, wanted: Any, tolerance: float | None = None) -> None:
+def assert_close(result: Any, expected: Any, tolerance: float | None = None) -> None:
     """Tensors, or tuples of them, are equal but for rounding: that of float64 on the CPU, of float32 on a GPU."""
-    found, wanted = ([x] if torch.is_tensor(x) else x for x in (found, wanted))
-    for x, y in zip(found, wanted, strict=True):
+    result, expected = ([x] if torch.is_tensor(x) else x for x in (result, expected))
+    for x, y in zip(result, expected, strict=True):
         assert x.shape == y.shape
         limit = tolerance or (1e-9 if x.dtype == torch.float64 else 2e-4)
         torch.testing.assert_close(x.detach().cpu().double(), y.detach().cpu().double(), rtol=limit, atol=limit)

@@ -99,22 +99,22 @@ def assert_right(
     case: Case, arrays: Arrays, out: Any, lse: Any, *, rows: Any = None, wide: bool = False, ulps: float = 1.0
 ) -> None:
     """The tolerance rule against float64, of all rows or some; wide: the yardstick is float32, not 16 bits."""
-    of = replace(case, dtype="float32") if wide else case
+    naive_case = replace(case, dtype="float32") if wide else case
     small = tuple(x.astype("f4") for x in arrays) if wide else arrays
     with np.errstate(all="ignore"):
         exact, exact_lse = oracle.attention64(case, *arrays) if rows is None else some(None, case, arrays, rows)
-        naive, naive_lse = oracle.naive(of, *small) if rows is None else some("naive", of, small, rows)
+        naive, naive_lse = oracle.naive(naive_case, *small) if rows is None else some("naive", naive_case, small, rows)
         norms = [np.linalg.norm(x.astype("f8"), axis=3) for x in arrays[:2]]
     largest = [float(norm[np.isfinite(norm)].max(initial=0.0)) for norm in norms]
-    at = slice(None) if rows is None else rows
+    index = slice(None) if rows is None else rows
     # lse errs by units of the products that scores are sums of, whatever they come to: tensor cores truncate what they
     # add up, once in every 16 columns.
     lse_ulps = max(4.0, case.head_dim / 16)
     unit = 1.0 + case.problem().softmax_scale * largest[0] * largest[1]
     # Below the smallest normal number of float16 a unit in the last place does not shrink any more.
     least = 2.0**-14 if case.dtype == "float16" else 0.0
-    oracle.assert_close("out", host(out)[:, at], exact, naive, ulps=ulps, unit=least)
-    oracle.assert_close("lse", host(lse)[:, :, at], exact_lse, naive_lse, ulps=lse_ulps, unit=unit)
+    oracle.assert_close("out", host(out)[:, index], exact, naive, ulps=ulps, unit=least)
+    oracle.assert_close("lse", host(lse)[:, :, index], exact_lse, naive_lse, ulps=lse_ulps, unit=unit)
 
 
 def some(kind: str | None, case: Case, arrays: Arrays, rows: list[int]) -> tuple[Any, Any]:

@@ -46,21 +46,21 @@ def memory_of_nan(*libraries: type[GpuLibrary]) -> Iterator[None]:
         def of_nan(self: GpuLibrary, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
             make, size = allocator(self, shape, dtype, ordinal), math.prod(shape) * numpy_dtype(dtype).itemsize
 
-            def made() -> Any:
+            def allocate() -> Any:
                 array = make()
                 fill(*self.pointers([array]), size, self.stream(ordinal))
                 return array
 
-            return made
+            return allocate
 
         return of_nan
 
     find_shared = device_memory.scratch
 
     def shared(ordinal: int) -> int:
-        if found := find_shared(ordinal):
-            fill(found, device_memory.SCRATCH_BYTES, device_memory.DEFAULT_STREAM)
-        return found
+        if address := find_shared(ordinal):
+            fill(address, device_memory.SCRATCH_BYTES, device_memory.DEFAULT_STREAM)
+        return address
 
     with pytest.MonkeyPatch.context() as patch:
         for library in libraries:
@@ -129,6 +129,6 @@ def problem_of(*arrays: Array, **options: Any) -> Problem:
     )
 
 
-def same(got: tuple[Array, ...], wanted: tuple[Array, ...]) -> None:
-    for a, b in zip(got, wanted, strict=True):
+def same(got: tuple[Array, ...], expected: tuple[Array, ...]) -> None:
+    for a, b in zip(got, expected, strict=True):
         np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))

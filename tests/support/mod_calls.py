@@ -88,9 +88,9 @@ def arrays(dtype: str = "float64") -> tuple[Any, ...]:
 
 def whole(call: Arrays, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """`(out, lse)` with whole matrices, in float64, straight from the contract."""
-    of = problem_of(call)
+    plain = problem_of(call)
     k, v = (np.repeat(x, HEADS // HEADS_KV, axis=2) for x in (k, v))
-    s = np.einsum("bihd,bjhd->bhij", q, k) * of.softmax_scale
+    s = np.einsum("bihd,bjhd->bhij", q, k) * plain.softmax_scale
     if cap := call.get("softcap"):
         s = cap * np.tanh(s / cap)
     b, h, i, j = np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS]
@@ -98,7 +98,7 @@ def whole(call: Arrays, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         s = np.broadcast_to(call["score_mod"](s, b, h, i, j), s.shape)
     bias = call.get("bias", 0.0)
     s = np.where(bias, s, -np.inf) if np.asarray(bias).dtype.kind == "b" else s + bias
-    visible = of.mask.visible(np.arange(ROWS), np.arange(KEYS))
+    visible = plain.mask.visible(np.arange(ROWS), np.arange(KEYS))
     if "mask_mod" in call:
         visible = visible & call["mask_mod"](b, h, i, j)
     s = np.where(visible, s, -np.inf)
@@ -121,11 +121,11 @@ def loss_of(call: Arrays, dout: Any, dlse: Any) -> Callable[..., float]:
     return loss
 
 
-def slope(loss: Callable[[], float], x: Any, at: tuple[int, ...]) -> float:
+def slope(loss: Callable[[], float], x: Any, index: tuple[int, ...]) -> float:
     """The finite difference of a loss by one element of x, which it reads."""
-    before, step = x[at], 1e-5
+    before, step = x[index], 1e-5
     ends = []
-    for x[at] in (before + step, before - step):
+    for x[index] in (before + step, before - step):
         ends.append(loss())
-    x[at] = before
+    x[index] = before
     return (ends[0] - ends[1]) / (2 * step)

@@ -21,9 +21,9 @@ def of_lengths(lengths: tuple[int, int], case: Case = SMALL, **more: Any) -> Cas
     return replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1], **more)
 
 
-def dense_of(made: VarlenArrays, number: int, x: str, rows: Any) -> Any:
+def dense_of(inputs: VarlenArrays, number: int, x: str, rows: Any) -> Any:
     """The rows of one sequence, as a batch of one."""
-    return np.ascontiguousarray(getattr(made, x)[rows[number]])[None]
+    return np.ascontiguousarray(getattr(inputs, x)[rows[number]])[None]
 
 
 @contextmanager

@@ -37,25 +37,25 @@ OPS: dict[str, dict[str, Any]] = {
 @cache
 def mod_variants(arch: str, on_any_gpu: bool = False, names: tuple[str, ...] = tuple(CALLS)) -> tuple[Variant, ...]:
     """What calls of these functions launch on this GPU, or as on any GPU, where strides forbid Hopper's kernels."""
-    found: dict[Variant, None] = {}
+    variants: dict[Variant, None] = {}
     for name, (op, more) in product(names, OPS.items()):
         make, dims = CALLS[name]
         for dim in dims[: 1 if on_any_gpu else None]:
-            of = replace(SMALL, head_dim=dim, head_dim_v=dim, causal=name == "alibi")
-            q, k, v = of.arrays()
-            arguments, call = make(np.asarray, of), {"op": op, **more}
+            case = replace(SMALL, head_dim=dim, head_dim_v=dim, causal=name == "alibi")
+            q, k, v = case.arrays()
+            arguments, call = make(np.asarray, case), {"op": op, **more}
             grads = arguments.get("captured_grads", ())
-            arguments = without_grads(arguments) | of.arguments()
+            arguments = without_grads(arguments) | case.arguments()
             if call["op"] == "backward" and grads:
                 call["captured_grads"] = grads
             arrays = (q[:, ::-1] if on_any_gpu else q, k, *(() if op == "lse" else (v,)))
             calls = [(arrays, {})]
             if dim in OF_LENGTHS.get(name, ()) and not on_any_gpu:
                 calls += [packed(arrays), paged(arrays)] if call["op"] != "backward" else [packed(arrays)]
-            for given, keywords in calls:
-                made = cuflash.plan(*given, **keywords, **arguments, **call, device=arch)
-                found |= dict.fromkeys(launch.variant for launch in made.launches)
-    return tuple(each for each in found if each.mod_code is not None or each.op in MORE or each.lists_seqlens)
+            for operands, keywords in calls:
+                plan = cuflash.plan(*operands, **keywords, **arguments, **call, device=arch)
+                variants |= dict.fromkeys(launch.variant for launch in plan.launches)
+    return tuple(each for each in variants if each.mod_code is not None or each.op in MORE or each.lists_seqlens)
 
 
 def packed(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -80,18 +80,18 @@ OF_FEW = (alibi, 128), (sinks_of(), 64)
 
 def few_variants(arch: str, of_few: Any = OF_FEW) -> tuple[Variant, ...]:
     """What decoding with some functions launches on this GPU, each with a head dim."""
-    found: dict[Variant, None] = {}
+    variants: dict[Variant, None] = {}
     for (make, dim), (queries, more), paged in product(of_few, FEW, (False, True)):
-        of = Case("few", 2, queries, 1024, 8, 1, dim, dim, "float16")
-        q, k, v = of.arrays()
+        case = Case("few", 2, queries, 1024, 8, 1, dim, dim, "float16")
+        q, k, v = case.arrays()
         varlen_kwargs = {"seqused_k": np.zeros(2, np.int32)}
         if paged:
             k, v = (x.reshape(32, 64, *x.shape[2:]) for x in (k, v))
             varlen_kwargs["page_table"] = np.zeros((2, 16), np.int32)
-        mod_kwargs = without_grads(make(np.asarray, of))
-        made = cuflash.plan(q, k, v, **varlen_kwargs, **mod_kwargs, **more, device=arch)
-        found |= dict.fromkeys(launch.variant for launch in made.launches)
-    return tuple(found)
+        mod_kwargs = without_grads(make(np.asarray, case))
+        plan = cuflash.plan(q, k, v, **varlen_kwargs, **mod_kwargs, **more, device=arch)
+        variants |= dict.fromkeys(launch.variant for launch in plan.launches)
+    return tuple(variants)
 
 
 # Kernels without functions that only such calls launch.

@@ -39,8 +39,8 @@ def problem_of(q: ArraySpec, k: ArraySpec, v: ArraySpec | None = None, op: str =
 def mod_problem(op: str = "forward", head_dim: int = 64, seqlen: int = 2048, **options: Any) -> Problem:
     """The problem of a dense call with a sink for each head."""
     q = ArraySpec.contiguous((2, seqlen, 4, head_dim), "bfloat16")
-    given = [q] * (2 if op == "lse" else 3) + [ArraySpec.contiguous((4,), "float32")]
-    return Problem.from_specs(mod_op(op, False, make_mod_spec(None, None, has_sinks=True)), given, Options(**options))
+    specs = [q] * (2 if op == "lse" else 3) + [ArraySpec.contiguous((4,), "float32")]
+    return Problem.from_specs(mod_op(op, False, make_mod_spec(None, None, has_sinks=True)), specs, Options(**options))
 
 
 def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int, int] = (16, 16), **more: Any) -> Plan:

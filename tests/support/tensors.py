@@ -66,46 +66,47 @@ def assert_results(tensors: Tensors, out: Any, lse: Any = None, **options: Any) 
     oracle.assert_attention(problem_of(*arrays, **options), arrays, in_numpy(out), in_numpy(lse))
 
 
-def assert_pulled(found: Any, tensors: Tensors, dout: Any, dlse: Any = None, **options: Any) -> None:
+def assert_pulled(result: Any, tensors: Tensors, dout: Any, dlse: Any = None, **options: Any) -> None:
     """Holds the gradients of `(dout * out).sum() + (dlse * lse).sum()` against float64; None was not asked for."""
     q, k, v = (in_numpy(x) for x in tensors)
-    given = of_gradients.BackwardArgs(in_numpy(dout), q, k, v, None, None, in_numpy(dlse))
-    of_gradients.check(problem_of(q, k, v, **options), given, tuple(map(in_numpy, found)))
+    inputs = of_gradients.BackwardArgs(in_numpy(dout), q, k, v, None, None, in_numpy(dlse))
+    of_gradients.check(problem_of(q, k, v, **options), inputs, tuple(map(in_numpy, result)))
 
 
-def assert_gradients(found: Any, tensors: Tensors, **options: Any) -> None:
+def assert_gradients(result: Any, tensors: Tensors, **options: Any) -> None:
     """Holds gradients of `loss` against float64, with what the loss gives our out and lse for upstreams."""
     out, lse = with_lse(*(x.detach() for x in tensors), **options)
-    assert_pulled(found, tensors, 2 * out, lse.double().cos().to(lse.dtype), **options)
+    assert_pulled(result, tensors, 2 * out, lse.double().cos().to(lse.dtype), **options)
 
 
-def assert_equal(found: Any, wanted: Any) -> None:
+def assert_equal(result: Any, expected: Any) -> None:
     """Tensors, or tuples of them, are the same bit for bit (NaN equals itself)."""
-    found, wanted = ([x] if isinstance(x, torch.Tensor) else x for x in (found, wanted))
-    for x, y in zip(found, wanted, strict=True):
+    result, expected = ([x] if isinstance(x, torch.Tensor) else x for x in (result, expected))
+    for x, y in zip(result, expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_array_equal(in_numpy(x), in_numpy(y))
 
 
-def arguments_of(given: VarlenArrays, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
+def arguments_of(sequences: VarlenArrays, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
     """All arguments of `attention` for variable-length sequences; q, k and v may want gradients."""
-    arguments = {name: torch_of(x, device) if isinstance(x, np.ndarray) else x for name, x in given.arguments().items()}
+    arguments = sequences.arguments()
+    arguments |= {name: torch_of(x, device) for name, x in arguments.items() if isinstance(x, np.ndarray)}
     return arguments | {name: arguments[name].requires_grad_(grad) for name in "qkv"}
 
 
-def assert_sequences(given: VarlenArrays, out: Any, lse: Any) -> None:
+def assert_sequences(sequences: VarlenArrays, out: Any, lse: Any) -> None:
     """Holds out and lse of variable-length sequences against float64."""
-    check(given, in_numpy(out), in_numpy(lse))
+    check(sequences, in_numpy(out), in_numpy(lse))
 
 
-def upstream_of(given: VarlenArrays, out: Any, lse: Any) -> tuple[Any, Any]:
+def upstream_of(sequences: VarlenArrays, out: Any, lse: Any) -> tuple[Any, Any]:
     """Gradients of out and lse, which hold NaN in rows of no sequence."""
-    pairs = zip(upstream(given), (out, lse), strict=True)
+    pairs = zip(upstream(sequences), (out, lse), strict=True)
     dout, dlse = (torch_of(x.reshape(like.shape), like.device) for x, like in pairs)
     return dout, dlse
 
 
-def assert_pulled_sequences(given: VarlenArrays, out: Any, lse: Any, inputs: Any) -> None:
+def assert_pulled_sequences(sequences: VarlenArrays, out: Any, lse: Any, inputs: Any) -> None:
     """Holds what autograd makes of gradients of out and lse against float64."""
-    found = torch.autograd.grad((out, lse), inputs, upstream_of(given, out, lse))
-    check_gradients(given, [in_numpy(x) for x in found])
+    result = torch.autograd.grad((out, lse), inputs, upstream_of(sequences, out, lse))
+    check_gradients(sequences, [in_numpy(x) for x in result])

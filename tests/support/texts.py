@@ -129,17 +129,17 @@ def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short:
     assert done.returncode == 0, done.stderr[:4000]
     loaded = ctypes.CDLL(str(library))
     score = np.asarray(inputs["score"], np.float32)
-    at = np.stack([np.broadcast_to(inputs[name], score.shape) for name in INPUTS], axis=1).astype(np.int32)
-    found = []
+    indices = np.stack([np.broadcast_to(inputs[name], score.shape) for name in INPUTS], axis=1).astype(np.int32)
+    values = []
     for number, case in enumerate(cases):
         out = np.empty((len(score), len(case.roots)))
         call, addresses = (
             loaded[f"run_Mod{number}"],
-            [each.ctypes.data_as(ctypes.c_void_p) for each in (at, score, out)],
+            [each.ctypes.data_as(ctypes.c_void_p) for each in (indices, score, out)],
         )
         call(packed(case.arrays), len(score), *addresses)
-        found.append(list(out.T))
-    return found
+        values.append(list(out.T))
+    return values
 
 
 def check(cases: Sequence[Case], folder: Path, inputs: dict[str, Any] | None = None, short: bool = True) -> None:

@@ -32,20 +32,20 @@ def values_of(graph: Graph, float_type: type[np.floating[Any]] = np.float64) -> 
 
 def called(function: Callable[..., Any], kind: str, number: Callable[[Any], Any] = int) -> Any:
     """What a function itself returns at all points. `number`: makes an index, of a library perhaps."""
-    found = []
+    values = []
     for i in range(COUNT):
         indices = [number(int(POINTS[name][i])) for name in _INTEGERS]
         scores = [POINTS["score"][i]] if kind == "score_mod" else []
-        found.append(function(*scores, *indices))
-    return np.array([np.asarray(host(each)) for each in found])
+        values.append(function(*scores, *indices))
+    return np.array([np.asarray(host(each)) for each in values])
 
 
 def check(function: Callable[..., Any], kind: str, number: Callable[[Any], Any] = int) -> Graph:
     """Traces a function and compares its graph with what it returns."""
     graph = trace(function, kind)
-    wanted = called(function, kind, number)
+    expected = called(function, kind, number)
     if kind == "mask_mod":
-        np.testing.assert_array_equal(values_of(graph), wanted)
+        np.testing.assert_array_equal(values_of(graph), expected)
     else:
-        np.testing.assert_allclose(values_of(graph), wanted.astype(np.float64), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(values_of(graph), expected.astype(np.float64), rtol=1e-5, atol=1e-5)
     return graph

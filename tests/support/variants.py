@@ -81,18 +81,18 @@ def problem_of(
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
     if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among thread blocks
         options = options._replace(num_splits=splits if used or shared else 1)
-    given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
+    inputs: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
     if packed or used or paged:
         bounds, one, table = (ArraySpec.contiguous(shape, "int32") for shape in ((2,), (1,), (1, 1)))
-        for number, x in enumerate(given):
+        for number, x in enumerate(inputs):
             if packed and x is not None and not (paged and number in (1, 2)):
-                given[number] = x._replace(shape=x.shape[1:], strides=x.strides[1:])
-        given += [None] * (len(OPS[op].inputs) - len(given))
+                inputs[number] = x._replace(shape=x.shape[1:], strides=x.strides[1:])
+        inputs += [None] * (len(OPS[op].inputs) - len(inputs))
         if op == "backward":
-            given[5] = ArraySpec.contiguous((group, queries), "float32")
-        given += [bounds if packed else None, bounds if packed and not paged else None, None]
-        given += [one if used or paged else None, *([table] if paged else [])]
-    return Problem.from_specs((VARLEN_OPS if packed or used or paged else OPS)[op], given, options)
+            inputs[5] = ArraySpec.contiguous((group, queries), "float32")
+        inputs += [bounds if packed else None, bounds if packed and not paged else None, None]
+        inputs += [one if used or paged else None, *([table] if paged else [])]
+    return Problem.from_specs((VARLEN_OPS if packed or used or paged else OPS)[op], inputs, options)
 
 
 def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Problem:
@@ -160,8 +160,8 @@ def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
     """The kernel called `op` in `plan_of` its call: delta, convert and all of backward's are launched by backward."""
     of_backward = op in ("delta", "convert") or op.startswith("backward")
     call, fixed = ("backward", (False, True)) if of_backward else (op, (False,))
-    made = [plan_of(call, *arguments, deterministic=deterministic, **more) for deterministic in fixed]
-    launches = [launch for each in made if each is not None for launch in each.launches]
+    plans = [plan_of(call, *arguments, deterministic=deterministic, **more) for deterministic in fixed]
+    launches = [launch for each in plans if each is not None for launch in each.launches]
     return next(launch.variant for launch in launches if launch.variant.op == op)
 
 
@@ -178,26 +178,26 @@ def edges(dtype: str, of_hopper: bool) -> list[int]:
 @cache
 def variants(arch: str) -> tuple[Variant, ...]:
     """Every variant for `arch`, as a GPU with the shared memory of any known one gets it: all rows."""
-    found: dict[Variant, None] = {}
-    sizes = dict.fromkeys((known.smem_per_block, known.smem_per_sm) for known in DEVICES.values())
+    distinct: dict[Variant, None] = {}
+    sizes = dict.fromkeys((gpu.smem_per_block, gpu.smem_per_sm) for gpu in DEVICES.values())
     for (block, whole), dtype in product(sizes, DTYPES):
         device = replace(DEVICES[arch], smem_per_block=block, smem_per_sm=whole)
         out_dtypes = (dtype, "float32") if ROWS[dtype].itemsize == 2 else (dtype,)
-        made = [plan_of(op, dtype, 64, 64, device) for op in ("merge", "append_kv")]
+        plans = [plan_of(op, dtype, 64, 64, device) for op in ("merge", "append_kv")]
         algorithms = product((name for name in ALGORITHM_CODES if name != "flash2"), (False, True))
         others = [{"algorithm": algorithm, "packed": packed} for algorithm, packed in algorithms]
         for of_hopper in (False, True) if ROWS[dtype].itemsize == 2 and is_hopper(device) else (False,):
             forward, backward = ways(device, of_hopper), ways(device, of_hopper, "backward")
             dims = edges(dtype, of_hopper)
-            made += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(dims, forward)]
+            plans += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(dims, forward)]
             for dim, dim_v, out_dtype in product(dims, dims, out_dtypes):
                 call = dtype, dim, dim_v, device
                 for way in [*forward, *(others if not of_hopper else ())]:
-                    made.append(plan_of("forward", *call, out_dtype=out_dtype, **way))
+                    plans.append(plan_of("forward", *call, out_dtype=out_dtype, **way))
                 for deterministic, way in product((False, True), backward):
-                    made.append(plan_of("backward", *call, deterministic, out_dtype=out_dtype, **way))
-        found |= dict.fromkeys(launch.variant for each in made if each is not None for launch in each.launches)
-    return tuple(found)
+                    plans.append(plan_of("backward", *call, deterministic, out_dtype=out_dtype, **way))
+        distinct |= dict.fromkeys(launch.variant for each in plans if each is not None for launch in each.launches)
+    return tuple(distinct)
 
 
 def false_claims(program: str, claims: Iterable[str]) -> list[str]:
@@ -208,17 +208,17 @@ def false_claims(program: str, claims: Iterable[str]) -> list[str]:
     except UnsupportedError as error:
         pytest.skip(f"needs NVRTC: {error}")
     lines += [f'static_assert({claim}, "");' for claim in claims]
-    made = nvrtc.createProgram("\n".join(lines), "claims.cu", (), ())
+    compiled = nvrtc.createProgram("\n".join(lines), "claims.cu", (), ())
     try:
-        nvrtc.compileProgram(made, (*options, f"-I{compiler.source_root()}"))
+        nvrtc.compileProgram(compiled, (*options, f"-I{compiler.source_root()}"))
         return []
     except nvrtc.NVRTCError:
-        log = nvrtc.getProgramLog(made)
-        found = re.findall(r"claims\.cu\((\d+)\): error: static assertion failed", log)
-        assert len(found) == log.count("): error") > 0, log[:2000]
-        return [lines[int(number) - 1].removeprefix("static_assert(").removesuffix(', "");') for number in found]
+        log = nvrtc.getProgramLog(compiled)
+        numbers = re.findall(r"claims\.cu\((\d+)\): error: static assertion failed", log)
+        assert len(numbers) == log.count("): error") > 0, log[:2000]
+        return [lines[int(number) - 1].removeprefix("static_assert(").removesuffix(', "");') for number in numbers]
     finally:
-        nvrtc.destroyProgram(made)
+        nvrtc.destroyProgram(compiled)
 
 
 def sampled(variants: list[Any], seed: str | None) -> list[Any]:

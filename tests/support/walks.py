@@ -33,9 +33,9 @@ class Work(NamedTuple):
     block: int
 
     @classmethod
-    def from_head_block(cls, at: HeadBlock, heads: int, parts: int = 1) -> Work:
-        head, part = divmod(at[0], parts)
-        return cls(*divmod(head, heads), part, at[1])
+    def from_head_block(cls, head_block: HeadBlock, heads: int, parts: int = 1) -> Work:
+        head, part = divmod(head_block[0], parts)
+        return cls(*divmod(head, heads), part, head_block[1])
 
 
 def covering(elements: tuple[int, int], size: int) -> range:
@@ -78,9 +78,9 @@ class Touch(NamedTuple):
 class Walk:
     """One launch of a plan; `blocks` tells what each of its blocks does."""
 
-    def __init__(self, made: Plan, launch: Launch) -> None:
-        self.made, self.launch, self.fields = made, launch, launch.fields
-        self.problem: Any = made.problem
+    def __init__(self, plan: Plan, launch: Launch) -> None:
+        self.plan, self.launch, self.fields = plan, launch, launch.fields
+        self.problem: Any = plan.problem
         self.tile: Any = launch.variant.tile
         self.group = self.problem.heads_q // self.problem.heads_kv
 
@@ -113,80 +113,80 @@ class Walk:
             yield Touch(how, part, slice(begin, begin + 16 * columns))
 
     def delta(self, index: int) -> Iterator[Rows | Touch]:
-        of, fields, parts = self.problem, self.fields, self.made.workspace
+        problem, fields, parts = self.problem, self.fields, self.plan.workspace
         rows_of_head, step, count = fields["stats_rows"], fields["stats_step"], self.launch.variant.num_threads // 8
-        work = Work.from_head_block(head_by_head(index, rows_of_head // count), of.heads_q)
+        work = Work.from_head_block(head_by_head(index, rows_of_head // count), problem.heads_q)
         head, row = self.query_head(work.batch, work.head), work.block * count
         begin = 2 * rows_of_head * head + step * row
         for first in (begin, begin + fields["stats_delta"]):
             yield Touch("store", "stats", slice(first, first + step * (count - 1) + 1, step))
         if "semaphores" in parts:
-            seen = of.mask.row_range(0, of.seqlen_k)
-            for i in range(row, min(row + count, of.seqlen_q)):
-                if not seen[0] <= i < seen[1]:
+            visible = problem.mask.row_range(0, problem.seqlen_k)
+            for i in range(row, min(row + count, problem.seqlen_q)):
+                if not visible[0] <= i < visible[1]:
                     yield Rows("dq", work.batch, work.head, range(i, i + 1))
             if row == 0:
                 num_blocks = fields["num_q_blocks"]
-                last = fields["more_semaphores"] if head == of.batch * of.heads_q - 1 else 0
+                last = fields["more_semaphores"] if head == problem.batch * problem.heads_q - 1 else 0
                 yield Touch("zero", "semaphores", slice(head * num_blocks, (head + 1) * num_blocks + last))
         elif "dq_acc" in parts:
             rows = range(row, row + count)
-            yield from self.strips("zero", "dq_acc", head, of.seqlen_q, rows, fields["padded_dim"])
+            yield from self.strips("zero", "dq_acc", head, problem.seqlen_q, rows, fields["padded_dim"])
 
     def convert(self, index: int) -> Iterator[Rows | Touch]:
-        of, fields = self.problem, self.fields
+        problem, fields = self.problem, self.fields
         threads = self.launch.variant.num_threads
         first = index * threads  # the first thread of the block, among those of a gradient
         for result, heads, splits, length, columns in (
-            ("dq", of.heads_q, 1, of.seqlen_q, fields["padded_dim"]),
-            ("dk", of.heads_kv, fields["splits"], of.seqlen_k, fields["padded_dim"]),
-            ("dv", of.heads_kv, fields["splits"], of.seqlen_k, fields["padded_dim_v"]),
+            ("dq", problem.heads_q, 1, problem.seqlen_q, fields["padded_dim"]),
+            ("dk", problem.heads_kv, fields["splits"], problem.seqlen_k, fields["padded_dim"]),
+            ("dv", problem.heads_kv, fields["splits"], problem.seqlen_k, fields["padded_dim_v"]),
         ):
-            if f"{result}_acc" not in self.made.workspace:
+            if f"{result}_acc" not in self.plan.workspace:
                 continue
             of_head = -(-length // 16) * columns  # threads, each of which reads 16 floats of a split
-            for head in range(of.batch * heads):
+            for head in range(problem.batch * heads):
                 begin, end = max(first - head * of_head, 0), min(first + threads - head * of_head, of_head)
                 for split in range(splits if begin < end else 0):
-                    at = 16 * of_head * (head * splits + split)
-                    yield Touch("read", f"{result}_acc", slice(at + 16 * begin, at + 16 * end))
+                    begin_of_split = 16 * of_head * (head * splits + split)
+                    yield Touch("read", f"{result}_acc", slice(begin_of_split + 16 * begin, begin_of_split + 16 * end))
                 for strip in range(-(-length // 16)):
                     if begin < (strip + 1) * columns <= end:  # the last column of the strip is here
                         yield Rows(result, *divmod(head, heads), self.rows_of(strip, 16, length))
-            first -= of.batch * heads * of_head
+            first -= problem.batch * heads * of_head
 
     def query_block(self, index: int) -> Iterator[Piece | Rows | Touch]:
         """A block of queries of any kernel whose blocks own queries."""
-        of, fields, num_blocks = self.problem, self.fields, self.fields["num_q_blocks"]
-        at = head_by_head(index, num_blocks)
+        problem, fields, num_blocks = self.problem, self.fields, self.fields["num_q_blocks"]
+        head_block = head_by_head(index, num_blocks)
         if "heads_in_l2" in fields:
-            heads = fields["num_tiles"] // num_blocks if "num_tiles" in fields else of.batch * of.heads_q
-            at = lpt_order(index, num_blocks, heads, fields["heads_in_l2"])
-        work = Work.from_head_block(at, of.heads_q, fields.get("num_slices", 1))
+            heads = fields["num_tiles"] // num_blocks if "num_tiles" in fields else problem.batch * problem.heads_q
+            head_block = lpt_order(index, num_blocks, heads, fields["heads_in_l2"])
+        work = Work.from_head_block(head_block, problem.heads_q, fields.get("num_slices", 1))
         block = num_blocks - 1 - work.block
-        rows = self.rows_of(block, self.tile.block_q, of.seqlen_q)
+        rows = self.rows_of(block, self.tile.block_q, problem.seqlen_q)
         results = {"forward": f"out{work.part}", "lse": "lse", "backward_dq": "dq"}[self.launch.variant.op].split()
         if self.launch.variant.op == "forward" and work.part == 0:
             results.append("lse")
-        yield Piece(" ".join(results), work.batch, work.head, rows, range(of.seqlen_k))
+        yield Piece(" ".join(results), work.batch, work.head, rows, range(problem.seqlen_k))
         yield from (Rows(result, work.batch, work.head, rows) for result in results)
         if "stats_rows" in fields:
             yield from self.stats(work.batch, work.head, block * self.tile.block_q, self.tile.block_q)
 
     def rows_of_group(self, index: int) -> Iterator[Piece | Rows | Touch]:
         """Few queries of all heads of a group, with a share of the keys: sm80/decode.cu."""
-        of, fields, tile = self.problem, self.fields, self.tile
+        problem, fields, tile = self.problem, self.fields, self.tile
         rest, kv_head = divmod(index, fields["heads_kv"])
         rest, part = divmod(rest, fields["head_parts"])
         slot, split = divmod(rest, fields["splits"])
-        batch, block = divmod(slot, -(-of.seqlen_q // fields["queries"]))
-        rows, heads = self.rows_of(block, fields["queries"], of.seqlen_q), min(self.group, tile.block_q)
-        tiles = covering(of.mask.key_range(rows.start, rows.stop), tile.block_k)
+        batch, block = divmod(slot, -(-problem.seqlen_q // fields["queries"]))
+        rows, heads = self.rows_of(block, fields["queries"], problem.seqlen_q), min(self.group, tile.block_q)
+        tiles = covering(problem.mask.key_range(rows.start, rows.stop), tile.block_k)
         most = max(min(fields["splits"], -(-len(tiles) // LEAST_TILES)), 1)
         each = max(-(-len(tiles) // most), 1)
         num_splits = max(-(-len(tiles) // each), 1)
         mine = tiles[split * each : (split + 1) * each] if split < num_splits else range(0)
-        keys = range(mine.start * tile.block_k, min(mine.stop * tile.block_k, of.seqlen_k)) if mine else range(0)
+        keys = range(mine.start * tile.block_k, min(mine.stop * tile.block_k, problem.seqlen_k)) if mine else range(0)
         first = part * tile.block_q
         for head in range(first, min(first + heads, self.group)):
             yield Piece("out0 lse", batch, kv_head * self.group + head, rows, keys)
@@ -200,14 +200,14 @@ class Walk:
 
     def key_block(self, index: int) -> Iterator[Piece | Rows | Touch]:
         """A block of keys of any kernel but Hopper's for all gradients."""
-        of, fields, tile, splits = self.problem, self.fields, self.tile, self.fields.get("splits", 1)
+        problem, fields, tile, splits = self.problem, self.fields, self.tile, self.fields.get("splits", 1)
         results = {"backward": "dq dk dv", "backward_dkdv": "dk dv", "backward_dk": "dk", "backward_dv": "dv"}
         expected = results[self.launch.variant.op]
-        heads = of.batch * of.heads_kv * splits
+        heads = problem.batch * problem.heads_kv * splits
         slot, part = divmod(index, sharers := 2 if getattr(tile, "shares_heads", False) else 1)
-        at = lpt_order(slot, fields["num_k_blocks"], heads, fields["heads_in_l2"])
-        work = Work.from_head_block(at, of.heads_kv, splits)
-        keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
+        head_block = lpt_order(slot, fields["num_k_blocks"], heads, fields["heads_in_l2"])
+        work = Work.from_head_block(head_block, problem.heads_kv, splits)
+        keys = self.rows_of(work.block, tile.block_k, problem.seqlen_k)
         of_split = -(-self.group // splits)
         first, end = (work.part * of_split, min((work.part + 1) * of_split, self.group))
         if sharers > 1:
@@ -218,17 +218,17 @@ class Walk:
             )
             yield Touch("turn", f"{expected}_acc", slice(slot * 128 * columns, (slot + 1) * 128 * columns))
         for head in range(work.head * self.group + first, work.head * self.group + end):
-            for m in covering(of.mask.row_range(keys.start, keys.stop), tile.block_q):
-                rows = self.rows_of(m, tile.block_q, of.seqlen_q)
+            for m in covering(problem.mask.row_range(keys.start, keys.stop), tile.block_q):
+                rows = self.rows_of(m, tile.block_q, problem.seqlen_q)
                 yield Piece(expected, work.batch, head, rows, keys)
                 yield from self.stats(work.batch, head, m * tile.block_q, tile.block_q)
                 if "dq" in expected:
                     acc = self.query_head(work.batch, head)
-                    yield from self.strips("add", "dq_acc", acc, of.seqlen_q, rows, tile.head_dim)
+                    yield from self.strips("add", "dq_acc", acc, problem.seqlen_q, rows, tile.head_dim)
         for result, columns in (("dk", tile.head_dim), ("dv", tile.head_dim_v)):
-            if f"{result}_acc" in self.made.workspace and sharers == 1:
-                head = (work.batch * of.heads_kv + work.head) * splits + work.part
-                yield from self.strips("store", f"{result}_acc", head, of.seqlen_k, keys, columns)
+            if f"{result}_acc" in self.plan.workspace and sharers == 1:
+                head = (work.batch * problem.heads_kv + work.head) * splits + work.part
+                yield from self.strips("store", f"{result}_acc", head, problem.seqlen_k, keys, columns)
             elif result in expected:
                 yield Rows(result, work.batch, work.head, keys)
 
@@ -247,29 +247,29 @@ class Walk:
                 steps = max(begin - nth * all_steps, 0), min(last + 1 - nth * all_steps, all_steps)
                 yield fields["shared_first"] + nth, steps
             return
-        of, per_head = self.problem, fields["num_k_blocks"]
+        problem, per_head = self.problem, fields["num_k_blocks"]
         num_parts = -(-per_head // fields["key_blocks"])
         slot = index >> fields["parts_log2"]
-        head, part = lpt_order(slot, num_parts, of.batch * of.heads_kv, fields["heads_in_l2"])
+        head, part = lpt_order(slot, num_parts, problem.batch * problem.heads_kv, fields["heads_in_l2"])
         first = head * per_head + part * fields["key_blocks"]
         for block in range(first, min(first + fields["key_blocks"], (head + 1) * per_head)):
             yield block, (0, past)
 
     def steps_of_keys(self, index: int) -> Iterator[Piece | Rows | Touch]:
         """Key blocks on Hopper, for all gradients at once."""
-        of, fields, tile = self.problem, self.fields, self.tile
+        problem, fields, tile = self.problem, self.fields, self.tile
         num_blocks, by_rows = fields["num_q_blocks"], tile.block_q == 128  # or by whole panels of columns
         dq_floats = tile.block_q * (tile.head_dim if by_rows else -(-tile.head_dim // 64) * 64)
         for number, (begin, end) in self.key_blocks(index):
-            work = Work.from_head_block(head_by_head(number, fields["num_k_blocks"]), of.heads_kv)
-            keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
-            tiles = covering(of.mask.row_range(keys.start, keys.stop), tile.block_q)
+            work = Work.from_head_block(head_by_head(number, fields["num_k_blocks"]), problem.heads_kv)
+            keys = self.rows_of(work.block, tile.block_k, problem.seqlen_k)
+            tiles = covering(problem.mask.row_range(keys.start, keys.stop), tile.block_q)
             steps = [(work.head * self.group + i, m) for i in range(self.group) for m in tiles]
             slot, part = divmod(index, 1 << fields["parts_log2"])
             if fields["parts_log2"]:
                 begin, end = ((self.group * p >> fields["parts_log2"]) * len(tiles) for p in (part, part + 1))
             for head, m in steps[begin:end]:
-                rows, nth = self.rows_of(m, tile.block_q, of.seqlen_q), self.query_head(work.batch, head)
+                rows, nth = self.rows_of(m, tile.block_q, problem.seqlen_q), self.query_head(work.batch, head)
                 yield Piece("dq dk dv", work.batch, head, rows, keys)
                 yield Rows("dq", work.batch, head, rows)
                 yield from self.stats(work.batch, head, m * tile.block_q, tile.block_q)
@@ -278,7 +278,7 @@ class Walk:
                 yield Touch("turn", "dq_acc", slice(nth * dq_floats, (nth + 1) * dq_floats))
             if fields["parts_log2"] or steps[begin:end] != steps:  # others take steps of these keys, too
                 nth = slot if fields["parts_log2"] else number - fields["shared_first"]
-                first = of.batch * of.heads_q * num_blocks + nth
+                first = problem.batch * problem.heads_q * num_blocks + nth
                 yield Touch("count", "semaphores", slice(first, first + 1))
                 for part, columns in (("dk_acc", tile.head_dim), ("dv_acc", tile.head_dim_v)):
                     floats = tile.block_k * columns
