@@ -90,7 +90,7 @@ class ModScores:
     seqlen_k: int | None = None
 
     @classmethod
-    def from_arrays(cls, mod_spec: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
+    def from_spec(cls, mod_spec: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
         """What a call changes, with its arrays by the names of its operands."""
         arrays = [named[each.name] for each in mod_spec.arrays]
         seed = dropout.seed_of(named["dropout_seed"]) if mod_spec.drops else 0
@@ -136,9 +136,9 @@ class ModScores:
             visible = self.values([self.mask], places, raw)[0]
             np.copyto(s, -np.inf, where=~np.broadcast_to(visible, s.shape))
         np.copyto(s, -np.inf, where=s <= LEAST_SCORE)
-        return ModTile(self, places, raw, self._kept(places, s))
+        return ModTile(self, places, raw, self._dropout_scales(places, s))
 
-    def _kept(self, places: Places, s: Array) -> Array | None:
+    def _dropout_scales(self, places: Places, s: Array) -> Array | None:
         if not self.dropout_p:
             return None
         indices = (places[name] for name in ("b", "h", "q_idx", "k_idx"))

@@ -27,39 +27,39 @@ def drawn(name: str, *shape: int) -> Any:
     return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
 
 
-def slopes_of(of: Case) -> Any:
+def slopes_of(case: Case) -> Any:
     """A slope for each query head."""
-    return np.linspace(0.05, 0.8, of.heads_q).astype(np.float32)
+    return np.linspace(0.05, 0.8, case.heads_q).astype(np.float32)
 
 
 # Scores.
 
 
-def alibi(put: Put, of: Case) -> Arguments:
+def alibi(put: Put, case: Case) -> Arguments:
     """ALiBi with slopes that are wanted back with gradients."""
-    slopes = put(slopes_of(of))
+    slopes = put(slopes_of(case))
     return {"score_mod": scores.alibi(slopes), "captured_grads": (slopes,)}
 
 
-def alibi_of_paper(put: Put, of: Case) -> Arguments:
+def alibi_of_paper(put: Put, case: Case) -> Arguments:
     """ALiBi with the slopes of its paper."""
-    return {"score_mod": scores.alibi(of.heads_q)}
+    return {"score_mod": scores.alibi(case.heads_q)}
 
 
-def relative_position(put: Put, of: Case) -> Arguments:
+def relative_position(put: Put, case: Case) -> Arguments:
     """T5's buckets of distances."""
-    table = put(drawn("relative", 32, of.heads_q))
+    table = put(drawn("relative", 32, case.heads_q))
     return {"score_mod": scores.relative_position(table, bidirectional=True), "captured_grads": (table,)}
 
 
-def softcap(put: Put, of: Case) -> Arguments:
+def softcap(put: Put, case: Case) -> Arguments:
     """A cap on scores, as a function."""
     return {"score_mod": scores.softcap(2.0)}
 
 
-def tilted(put: Put, of: Case) -> Arguments:
+def tilted(put: Put, case: Case) -> Arguments:
     """Slopes of heads, and a factor that differs by sequences."""
-    slopes = put(slopes_of(of) / 8)
+    slopes = put(slopes_of(case) / 8)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score * (1.0 + 0.125 * b) - slopes[h] * abs(q_idx - k_idx)
@@ -67,9 +67,9 @@ def tilted(put: Put, of: Case) -> Arguments:
     return {"score_mod": score_mod, "captured_grads": (slopes,)}
 
 
-def bounded(put: Put, of: Case) -> Arguments:
+def bounded(put: Put, case: Case) -> Arguments:
     """A bound on scores, and a table whose index is outside of it for most: it wraps once, then it is clamped."""
-    table = put(drawn("bounded", of.heads_q, 9))
+    table = put(drawn("bounded", case.heads_q, 9))
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return 2.0 * np.tanh(score / 2.0) + table[h, q_idx - k_idx]
@@ -77,9 +77,9 @@ def bounded(put: Put, of: Case) -> Arguments:
     return {"score_mod": score_mod, "captured_grads": (table,)}
 
 
-def without_score(put: Put, of: Case) -> Arguments:
+def without_score(put: Put, case: Case) -> Arguments:
     """Numbers of a table take the place of scores."""
-    table = put(drawn("without", of.heads_q, 9))
+    table = put(drawn("without", case.heads_q, 9))
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return table[h, k_idx % 9] * 2.0
@@ -87,7 +87,7 @@ def without_score(put: Put, of: Case) -> Arguments:
     return {"score_mod": score_mod, "captured_grads": (table,)}
 
 
-def least(put: Put, of: Case) -> Arguments:
+def least(put: Put, case: Case) -> Arguments:
     """Every third key is hidden by the least number, as models do it; some rows see nothing at all."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -96,7 +96,7 @@ def least(put: Put, of: Case) -> Arguments:
     return {"score_mod": score_mod}
 
 
-def empty_and_one(put: Put, of: Case) -> Arguments:
+def empty_and_one(put: Put, case: Case) -> Arguments:
     """An array of no elements, whose loads are 0, and an array without axes."""
     empty, factor = put(np.zeros(0, np.float32)), put(np.array(1.25, np.float32))
 
@@ -109,46 +109,46 @@ def empty_and_one(put: Put, of: Case) -> Arguments:
 # Masks.
 
 
-def bounds_of(of: Case, count: int = 4) -> Any:
+def bounds_of(case: Case, count: int = 4) -> Any:
     """Where documents begin: the first is short, and the second is empty."""
-    first, more = of.seqlen_k // 7, count - 2
-    begins = [first + (of.seqlen_k - first) * i // more for i in range(more + 1)]
+    first, more = case.seqlen_k // 7, count - 2
+    begins = [first + (case.seqlen_k - first) * i // more for i in range(more + 1)]
     return np.array([0, first, *begins], np.int32)
 
 
-def document(put: Put, of: Case) -> Arguments:
+def document(put: Put, case: Case) -> Arguments:
     """Documents one after the other."""
-    return {"mask_mod": masks.document(put(bounds_of(of)))}
+    return {"mask_mod": masks.document(put(bounds_of(case)))}
 
 
-def causal_document(put: Put, of: Case) -> Arguments:
+def causal_document(put: Put, case: Case) -> Arguments:
     """The same, and causal."""
-    return {"mask_mod": masks.and_masks(masks.document(put(bounds_of(of))), masks.causal)}
+    return {"mask_mod": masks.and_masks(masks.document(put(bounds_of(case))), masks.causal)}
 
 
-def prefix(put: Put, of: Case) -> Arguments:
+def prefix(put: Put, case: Case) -> Arguments:
     """A prefix of each sequence that all queries see."""
-    return {"mask_mod": masks.prefix_lm(put(np.array([of.seqlen_k // (b + 2) for b in range(of.batch)], np.int32)))}
+    return {"mask_mod": masks.prefix_lm(put(np.array([case.seqlen_k // (b + 2) for b in range(case.batch)], np.int32)))}
 
 
-def segments(put: Put, of: Case) -> Arguments:
+def segments(put: Put, case: Case) -> Arguments:
     """Numbers that come again, in runs of up to 90 tokens, so that there are cells of all three kinds."""
     random = np.random.default_rng(3)
-    ids = np.repeat(random.integers(0, 3, (of.batch, 600)), 45, axis=1)[:, : of.seqlen_k]
+    ids = np.repeat(random.integers(0, 3, (case.batch, 600)), 45, axis=1)[:, : case.seqlen_k]
     return {"mask_mod": masks.segments(put(ids.astype(np.int32)))}
 
 
-def chunked(put: Put, of: Case) -> Arguments:
+def chunked(put: Put, case: Case) -> Arguments:
     """Chunks of 80 tokens."""
     return {"mask_mod": masks.chunked(80)}
 
 
-def global_window(put: Put, of: Case) -> Arguments:
+def global_window(put: Put, case: Case) -> Arguments:
     """A window, and five tokens that all queries see."""
     return {"mask_mod": masks.global_window(5, 40)}
 
 
-def striped(put: Put, of: Case) -> Arguments:
+def striped(put: Put, case: Case) -> Arguments:
     """Differs by heads and sequences; the first rows see nothing."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -161,17 +161,17 @@ def striped(put: Put, of: Case) -> Arguments:
 SHAPES = ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "b11k", "bhq1", "1h11", "hqk", "qk", "1111")
 
 
-def shape_of(letters: str, of: Case) -> tuple[int, ...]:
+def shape_of(letters: str, case: Case) -> tuple[int, ...]:
     """The shape of a bias whose axes have these letters."""
-    lengths = {"b": of.batch, "h": of.heads_q, "q": of.seqlen_q, "k": of.seqlen_k, "1": 1}
+    lengths = {"b": case.batch, "h": case.heads_q, "q": case.seqlen_q, "k": case.seqlen_k, "1": 1}
     return tuple(lengths[letter] for letter in letters)
 
 
 def bias_of(letters: str, dtype: str = "float32", view: Callable[[Any], Any] = lambda x: x) -> Maker:
     """A bias with these axes, seen as `view` gives it."""
 
-    def make(put: Put, of: Case) -> Arguments:
-        numbers = drawn(letters, *shape_of(letters, of))
+    def make(put: Put, case: Case) -> Arguments:
+        numbers = drawn(letters, *shape_of(letters, case))
         bias = view(put(numbers > -0.8 if dtype == "bool" else numbers.astype(numpy_dtype(dtype))))
         return {"bias": bias, "captured_grads": () if dtype == "bool" else (bias,)}
 
@@ -181,8 +181,8 @@ def bias_of(letters: str, dtype: str = "float32", view: Callable[[Any], Any] = l
 def sinks_of(dtype: str = "float32") -> Maker:
     """A sink for each head, the last of which is -inf."""
 
-    def make(put: Put, of: Case) -> Arguments:
-        numbers = np.linspace(-1.0, 3.0, of.heads_q)
+    def make(put: Put, case: Case) -> Arguments:
+        numbers = np.linspace(-1.0, 3.0, case.heads_q)
         numbers[-1] = -np.inf
         sinks = put(numbers.astype(numpy_dtype(dtype)))
         return {"sinks": sinks, "captured_grads": (sinks,)}
@@ -190,7 +190,7 @@ def sinks_of(dtype: str = "float32") -> Maker:
     return make
 
 
-def dropped(put: Put, of: Case) -> Arguments:
+def dropped(put: Put, case: Case) -> Arguments:
     """Dropout, with a seed on the device."""
     return {"dropout_p": 0.3, "dropout_seed": put(np.array(2**40 + 7, np.int64))}
 
@@ -198,10 +198,10 @@ def dropped(put: Put, of: Case) -> Arguments:
 def joined(*makers: Maker) -> Maker:
     """All of them in one call."""
 
-    def make(put: Put, of: Case) -> Arguments:
+    def make(put: Put, case: Case) -> Arguments:
         arguments: Arguments = {"captured_grads": ()}
         for each in makers:
-            more = each(put, of)
+            more = each(put, case)
             captured_grads = arguments["captured_grads"] + more.pop("captured_grads", ())
             arguments |= {**more, "captured_grads": captured_grads}
         return arguments
@@ -215,10 +215,10 @@ LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 def blocked(make: Maker, **varlen_kwargs: Any) -> Maker:
     """Adds a block mask of its mask_mod, if there is one. varlen_kwargs: NumPy arrays of the call's lengths."""
 
-    def blocked_make(put: Put, of: Case) -> Arguments:
-        arguments = make(put, of)
+    def blocked_make(put: Put, case: Case) -> Arguments:
+        arguments = make(put, case)
         if (mask_mod := arguments.get("mask_mod")) is not None:
-            sizes = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
+            sizes = case.batch, case.heads_q, case.seqlen_q, case.seqlen_k
             lengths = {name: put(varlen_kwargs[name]) for name in LENGTHS if name in varlen_kwargs}
             arguments["block_mask"] = cuflash.create_block_mask(mask_mod, *sizes, like=put(np.zeros(1)), **lengths)
         return arguments
@@ -227,23 +227,12 @@ def blocked(make: Maker, **varlen_kwargs: Any) -> Maker:
 
 
 everything = joined(bounded, segments, bias_of("bh1k"), sinks_of())
+_WITH_NAMES = (
+    alibi, alibi_of_paper, relative_position, softcap, tilted, bounded, without_score, least, empty_and_one, document,
+    causal_document, prefix, segments, chunked, global_window, striped,
+)  # fmt: skip
 FUNCTIONS: dict[str, Maker] = {
-    "alibi": alibi,
-    "alibi_of_paper": alibi_of_paper,
-    "relative_position": relative_position,
-    "softcap": softcap,
-    "tilted": tilted,
-    "bounded": bounded,
-    "without_score": without_score,
-    "least": least,
-    "empty_and_one": empty_and_one,
-    "document": document,
-    "causal_document": causal_document,
-    "prefix": prefix,
-    "segments": segments,
-    "chunked": chunked,
-    "global_window": global_window,
-    "striped": striped,
+    **{make.__name__: make for make in _WITH_NAMES},
     "sinks": sinks_of(),
     "everything": everything,
 }

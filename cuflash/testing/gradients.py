@@ -60,14 +60,14 @@ class Targets:
     def __init__(self, names: Sequence[str], like: Sequence[Any]) -> None:
         pairs = zip(names, like, strict=True)
         self._arrays = [LAYOUTS[name](np.full_like(x, np.nan, order="C")) if name else None for name, x in pairs]
-        self._given = {"grads_out": self._arrays} if any(names) else {}
+        self._keywords = {"grads_out": self._arrays} if any(names) else {}
 
     def written(self, backward: Callable[..., Any]) -> Any:
         """What `backward(grads_out=…)` returns, which must be these arrays; without the argument if there are none."""
         for x in self._arrays:
             if x is not None:  # why each time: what a call before has written would hide what this one leaves out
                 x[...] = np.nan
-        grads = backward(**self._given)
+        grads = backward(**self._keywords)
         are_these = all(x is None or x is y for x, y in zip(self._arrays, grads, strict=True))
         demand(are_these, "an array that was given for a gradient is not what was returned")
         return grads

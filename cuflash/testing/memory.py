@@ -17,7 +17,7 @@ class GuardedMemory:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._pool = cupy.cuda.MemoryPool()
-        self._given: list[tuple[Any, int]] = []
+        self._allocations: list[tuple[Any, int]] = []
 
     def active(self) -> AbstractContextManager[Any]:
         """Inside, this thread's arrays come from here."""
@@ -28,16 +28,16 @@ class GuardedMemory:
         size = nbytes + 2 * GUARD
         memory = self._pool.malloc(size)
         memory.memset_async(FILL, size, self._cupy.cuda.get_current_stream())
-        self._given.append((memory, nbytes))
+        self._allocations.append((memory, nbytes))
         return memory + GUARD
 
     def forget(self) -> None:
         """Gives all memory back, once nobody else refers to it."""
-        self._given.clear()
+        self._allocations.clear()
 
     def check(self) -> None:
         """Raises MismatchError if a guard was written to. The GPU must have done its work."""
-        for memory, nbytes in self._given:
+        for memory, nbytes in self._allocations:
             for place, begin in (("before", 0), ("behind", GUARD + nbytes)):
                 guard = self._cupy.ndarray((GUARD,), "uint8", memptr=memory + begin).get()
                 demand((guard == FILL).all(), f"something wrote {place} an array of {nbytes} bytes")

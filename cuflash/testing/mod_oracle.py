@@ -211,10 +211,10 @@ class OneSequence:
                 assert graph is not None
                 for load, slope in slopes.items():
                     if load.op == "load" and graph.arrays[load.value].array is x:
-                        of_load, *at = self.values(graph, [slope, *load.arguments])
-                        at = [place_of(index, n) for index, n in zip(at, x.shape, strict=True)]
-                        _add_at(total, tuple(at), np.where(self.ds == 0, 0, self.ds * of_load))
-                        _add_at(size, tuple(at), np.where(self.size == 0, 0, self.size * abs(of_load)))
+                        of_load, *indices = self.values(graph, [slope, *load.arguments])
+                        indices = [place_of(index, n) for index, n in zip(indices, x.shape, strict=True)]
+                        _add_at(total, tuple(indices), np.where(self.ds == 0, 0, self.ds * of_load))
+                        _add_at(size, tuple(indices), np.where(self.size == 0, 0, self.size * abs(of_load)))
 
 
 def _with_short_tanh(root: Node) -> Node:
@@ -233,10 +233,10 @@ def _lse(s: Array) -> Array:
     return np.where(np.isneginf(most), -np.inf, most + np.log(total))
 
 
-def _add_at(total: Array, at: tuple[Any, ...], what: Array) -> None:
+def _add_at(total: Array, indices: tuple[Any, ...], what: Array) -> None:
     if total.size:
-        where: Any = tuple(np.broadcast_to(index, what.shape) for index in at) or ...
-        np.add.at(total, where, what if at else what.sum())
+        where: Any = tuple(np.broadcast_to(index, what.shape) for index in indices) or ...
+        np.add.at(total, where, what if indices else what.sum())
 
 
 def _precisions(dtype: str) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -297,8 +297,8 @@ def check_gradients(
         for (work, rounded), whole, totals in zip(_precisions(dtype), wholes, sums, strict=True):
             one = OneSequence(inputs, oracle_mods, number, work, rounded)
             got = one.pulled(dout[rows], of_lse)
-            for result, name, at in zip(whole, ("dq", "dk", "dv"), (rows, keys, keys), strict=True):
-                result[at] += got[name]
+            for result, name, places in zip(whole, ("dq", "dk", "dv"), (rows, keys, keys), strict=True):
+                result[places] += got[name]
             is_exact = rounded is None and work == "float64"
             magnitudes = sizes if is_exact else [np.zeros(x.shape) for x in sizes]
             one.add(oracle_mods.captured_grads, totals, got.get("sinks"), magnitudes)

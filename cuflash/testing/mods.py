@@ -17,9 +17,9 @@ from .oracle import demand
 from .sequences import VarlenArrays, check_unused, upstream
 
 
-def make_oracle_mods(make: Maker, of: Case) -> OracleMods:
+def make_oracle_mods(make: Maker, case: Case) -> OracleMods:
     """The arguments of the oracle for a call."""
-    return OracleMods.from_kwargs(make(lambda x: x, of))
+    return OracleMods.from_kwargs(make(lambda x: x, case))
 
 
 def without_grads(arguments: Arguments) -> Arguments:
@@ -27,39 +27,44 @@ def without_grads(arguments: Arguments) -> Arguments:
     return {name: x for name, x in arguments.items() if name != "captured_grads"}
 
 
-def forward(make: Maker, of: Case, put: Put, arrays: Sequence[Any], **more: Any) -> Any:
+def of_lse(arguments: Arguments) -> Arguments:
+    """The arguments of `lse`, from those of `forward`."""
+    return {name: x for name, x in arguments.items() if name != "v" and not name.startswith("dropout")}
+
+
+def forward(make: Maker, case: Case, put: Put, arrays: Sequence[Any], **more: Any) -> Any:
     """`(out, lse)` of a dense call."""
-    (q, k, v), mod_kwargs = arrays, without_grads(make(put, of))
-    return cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **mod_kwargs, **more)
+    (q, k, v), mod_kwargs = arrays, without_grads(make(put, case))
+    return cuflash.forward(q, k, v, return_lse=True, **case.arguments(), **mod_kwargs, **more)
 
 
-def check_forward(make: Maker, of: Case, put: Put, *, with_lse: bool = False, seed: int = 0, **more: Any) -> Any:
+def check_forward(make: Maker, case: Case, put: Put, *, with_lse: bool = False, seed: int = 0, **more: Any) -> Any:
     """A dense call, held against float64, and perhaps `cuflash.lse`. Returns out and lse."""
-    arrays = of.arrays(seed)
+    arrays = case.arrays(seed)
     there = [put(x) for x in arrays]
-    results = forward(make, of, put, there, **more)
-    inputs, oracle_mods = OracleInputs.dense(of, arrays), make_oracle_mods(make, of)
+    results = forward(make, case, put, there, **more)
+    inputs, oracle_mods = OracleInputs.dense(case, arrays), make_oracle_mods(make, case)
     check(inputs, oracle_mods, *results)
     if with_lse:
-        keywords = {name: x for name, x in without_grads(make(put, of)).items() if not name.startswith("dropout")}
-        check(inputs, oracle_mods, None, cuflash.lse(there[0], there[1], **of.arguments(), **keywords))
+        keywords = of_lse(without_grads(make(put, case)))
+        check(inputs, oracle_mods, None, cuflash.lse(there[0], there[1], **case.arguments(), **keywords))
     return results
 
 
 def check_backward(
-    make: Maker, of: Case, put: Put, *, grads: bool = False, dlse: bool = True, seed: int = 0, checked: bool = True,
+    make: Maker, case: Case, put: Put, *, grads: bool = False, dlse: bool = True, seed: int = 0, checked: bool = True,
     **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of a dense call, held against float64 unless they are those of a call again. Returns all, flat."""
-    arrays, random = of.arrays(seed), np.random.default_rng(seed + 7)
-    dout = random.standard_normal(of.out_shape()).astype(numpy_dtype(of.dtype))
-    of_lse = random.standard_normal((of.batch, of.heads_q, of.seqlen_q)).astype(np.float32) if dlse else None
+    arrays, random = case.arrays(seed), np.random.default_rng(seed + 7)
+    dout = random.standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
+    of_lse = random.standard_normal((case.batch, case.heads_q, case.seqlen_q)).astype(np.float32) if dlse else None
     q, k, v = there = [put(x) for x in arrays]
-    mod_kwargs = make(put, of)
+    mod_kwargs = make(put, case)
     captured_grads = mod_kwargs.pop("captured_grads", ())
-    out, lse = cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **mod_kwargs)
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **case.arguments(), **mod_kwargs)
     more |= {"captured_grads": captured_grads} if grads else {}
-    more |= {"dlse": None if of_lse is None else put(of_lse), **of.arguments(), **mod_kwargs}
+    more |= {"dlse": None if of_lse is None else put(of_lse), **case.arguments(), **mod_kwargs}
     dq, dk, dv, *rest = cuflash.backward(put(dout), q, k, v, out, lse, **more)
     of_arrays = rest[0] if rest else ()
     for got, like in zip((dq, dk, dv, *of_arrays), (*there, *captured_grads), strict=False):
@@ -67,46 +72,37 @@ def check_backward(
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
     if checked:
         check_gradients(
-            OracleInputs.dense(of, arrays), make_oracle_mods(make, of), dout, of_lse, (dq, dk, dv), of_arrays
+            OracleInputs.dense(case, arrays), make_oracle_mods(make, case), dout, of_lse, (dq, dk, dv), of_arrays
         )
     return dq, dk, dv, *of_arrays
 
 
-def check_repeated(make: Maker, of: Case, put: Put, **more: Any) -> None:
+def check_repeated(make: Maker, case: Case, put: Put, **more: Any) -> None:
     """Deterministic gradients, held against float64, and bitwise the same when they are made again."""
-    first = check_backward(make, of, put, deterministic=True, **more)
-    again = check_backward(make, of, put, deterministic=True, checked=False, **more)
+    first = check_backward(make, case, put, deterministic=True, **more)
+    again = check_backward(make, case, put, deterministic=True, checked=False, **more)
     demand(identical(again, first), "deterministic gradients do not repeat")
 
 
 def bounds_case(arrays: VarlenArrays) -> Case:
     """Number and bounds of variable-length sequences, as a function reads them."""
-    of, problem = (
-        arrays.sequences,
-        (
-            len(arrays.sequences.queries),
-            max(arrays.sequences.queries, default=0),
-            max(arrays.sequences.keys, default=0),
-        ),
-    )
-    return Case(of.name, *problem, *of.heads, *of.dims, of.dtype)
+    problem = arrays.sequences
+    max_q, max_k = (max(lengths, default=0) for lengths in (problem.queries, problem.keys))
+    return Case(problem.name, len(problem.queries), max_q, max_k, *problem.heads, *problem.dims, problem.dtype)
 
 
 def check_of_lengths(make: Maker, inputs: VarlenArrays, xp: Any, deterministic: Sequence[bool] = (False, True)) -> None:
     """Calls on variable-length sequences, with gradients where the call has them, held against float64."""
-    of, arguments = bounds_case(inputs), inputs.arguments(xp)
-    mod_kwargs = without_grads(make(xp.asarray, of))
-    whole, of_numpy = OracleInputs.from_varlen(inputs), make_oracle_mods(make, of)
+    case, arguments = bounds_case(inputs), inputs.arguments(xp)
+    mod_kwargs = without_grads(make(xp.asarray, case))
+    whole, of_numpy = OracleInputs.from_varlen(inputs), make_oracle_mods(make, case)
     out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
     check(whole, of_numpy, out, lse)
     check_unused(inputs, "q", out)
     unused = inputs.unused("q")
-    lse_of_rows = host(lse).reshape(len(unused), of.heads_q, unused.shape[1]).swapaxes(1, 2)
+    lse_of_rows = host(lse).reshape(len(unused), case.heads_q, unused.shape[1]).swapaxes(1, 2)
     demand(np.isneginf(lse_of_rows[unused]).all(), "lse of rows that no sequence uses is not -inf")
-    keys_alone = {
-        name: x for name, x in (arguments | mod_kwargs).items() if name != "v" and not name.startswith("dropout")
-    }
-    check(whole, of_numpy, None, cuflash.lse(**keys_alone))
+    check(whole, of_numpy, None, cuflash.lse(**of_lse(arguments | mod_kwargs)))
     if not inputs.sequences.has_gradients:
         return
     dout, dlse = (xp.asarray(x) for x in upstream(inputs))

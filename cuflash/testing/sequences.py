@@ -140,71 +140,73 @@ class VarlenArrays(NamedTuple):
         return self._replace(q=q, k=k, v=v)
 
 
-def varlen_arrays(of: Sequences, seed: int = 0) -> VarlenArrays:
+def varlen_arrays(problem: Sequences, seed: int = 0) -> VarlenArrays:
     """Draws the arrays of a problem. What no sequence uses holds NaN, and page tables hold junk behind used pages."""
     rng = np.random.default_rng(seed)
-    return _laid_out(of, rng, lambda shape, dtype: rng.standard_normal(shape).astype(dtype, copy=False)).filled(np.nan)
+
+    def draw(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return rng.standard_normal(shape).astype(dtype, copy=False)
+
+    return _laid_out(problem, rng, draw).filled(np.nan)
 
 
-def shaped(of: Sequences) -> VarlenArrays:
+def shaped(problem: Sequences) -> VarlenArrays:
     """The same for those who look at shapes, dtypes and strides alone: q, k and v hold zeros, which take no time."""
-    return _laid_out(of, np.random.default_rng(0), np.zeros)
+    return _laid_out(problem, np.random.default_rng(0), np.zeros)
 
 
-def _laid_out(
-    of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int, ...], np.dtype[Any]], Array]
-) -> VarlenArrays:
-    side_q = _placed("q", of, rng)
-    side_k = _placed("k", of, rng)
-    (heads_q, heads_kv), (dim, dim_v), dtype = of.heads, of.dims, numpy_dtype(of.dtype)
+def _laid_out(problem: Sequences, rng: np.random.Generator, draw: Callable[..., Array]) -> VarlenArrays:
+    side_q, side_k = (_placed(side, problem, rng) for side in "qk")
+    (heads_q, heads_kv), (dim, dim_v), dtype = problem.heads, problem.dims, numpy_dtype(problem.dtype)
     shapes = (*side_q.shape, heads_q, dim), (*side_k.shape, heads_kv, dim), (*side_k.shape, heads_kv, dim_v)
     q, k, v = (draw(shape, dtype) for shape in shapes)
-    there = [np.ones(count, bool) for count in of.keys]
-    return VarlenArrays(of, q, k, v, side_q.varlen_kwargs | side_k.varlen_kwargs, side_q.rows, side_k.rows, there)
+    there = [np.ones(count, bool) for count in problem.keys]
+    return VarlenArrays(problem, q, k, v, side_q.varlen_kwargs | side_k.varlen_kwargs, side_q.rows, side_k.rows, there)
 
 
-def _placed(side: str, of: Sequences, rng: np.random.Generator) -> Placed:
-    used, lengths = (of.used_q, of.queries) if side == "q" else (of.used_k, of.keys)
-    spare = (of.spare_q if side == "q" else of.spare_k) or (0,) * len(lengths)
+def _placed(side: str, problem: Sequences, rng: np.random.Generator) -> Placed:
+    used, lengths = (problem.used_q, problem.queries) if side == "q" else (problem.used_k, problem.keys)
+    spare = (problem.spare_q if side == "q" else problem.spare_k) or (0,) * len(lengths)
     assert used or not any(spare), "what is spare must be given"
-    place = of.place_q if side == "q" else of.place_k
+    place = problem.place_q if side == "q" else problem.place_k
     room = [length + more for length, more in zip(lengths, spare, strict=True)]
-    placed = {"packed": _packed, "rectangle": _rectangle, "cache": _cached, "paged": _paged}[place](
-        side, of, lengths, room, rng
-    )
-    assert used or place == "packed" or {*lengths} <= {_capacity(placed, of)}, "what is not used must be given"
+    if place == "packed":
+        placed = _packed(side, problem.gaps, lengths, room)
+    elif place == "paged":
+        placed = _paged(problem.page_size, lengths, room, rng)
+    else:
+        placed = _rectangle(lengths, room, rng if place == "cache" else None)
+    assert used or place == "packed" or {*lengths} <= {_capacity(placed, problem)}, "what is not used must be given"
     if used:
         placed.varlen_kwargs[f"seqused_{side}"] = np.asarray(lengths, np.int32)
     return placed
 
 
-def _capacity(placed: Placed, of: Sequences) -> int:
+def _capacity(placed: Placed, problem: Sequences) -> int:
     table = placed.varlen_kwargs.get("page_table")
-    return placed.shape[1] if table is None else table.shape[1] * of.page_size
+    return placed.shape[1] if table is None else table.shape[1] * problem.page_size
 
 
-def _packed(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
-    bounds = of.gaps[0] + np.cumsum([0, *room])
+def _packed(side: str, gaps: tuple[int, int], lengths: Sequence[int], room: list[int]) -> Placed:
+    bounds = gaps[0] + np.cumsum([0, *room])
     rows = [(np.zeros(n, int), begin + np.arange(n)) for n, begin in zip(lengths, bounds[:-1], strict=True)]
-    return Placed(rows, (1, int(bounds[-1]) + of.gaps[1]), {f"cu_seqlens_{side}": bounds.astype(np.int32)})
+    return Placed(rows, (1, int(bounds[-1]) + gaps[1]), {f"cu_seqlens_{side}": bounds.astype(np.int32)})
 
 
-def _rectangle(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
-    rows = [(np.full(n, b), np.arange(n)) for b, n in enumerate(lengths)]
-    return Placed(rows, (len(lengths), max(room, default=0)), {})
-
-
-def _cached(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
-    """The last sequence has the row of the first: rows may repeat."""
-    which = rng.permutation(len(lengths) + 2)[: len(lengths)].astype(np.int32)
-    which[-1:] = which[:1]
+def _rectangle(lengths: Sequence[int], room: list[int], rng: np.random.Generator | None) -> Placed:
+    """Of a cache, with rng, the last sequence has the row of the first: rows may repeat."""
+    count, which, varlen_kwargs = len(lengths), np.arange(len(lengths)), {}
+    if rng is not None:
+        which = rng.permutation(count + 2)[:count].astype(np.int32)
+        which[-1:] = which[:1]
+        count, varlen_kwargs = count + 2, {"cache_batch_idx": which}
     rows = [(np.full(n, row), np.arange(n)) for n, row in zip(lengths, which, strict=True)]
-    return Placed(rows, (len(lengths) + 2, max(room, default=0)), {"cache_batch_idx": which})
+    return Placed(rows, (count, max(room, default=0)), varlen_kwargs)
 
 
-def _paged(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
+def _paged(size: int, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
     """Pages in no order. Neighbours share their first pages; behind those that are used, entries are junk."""
-    size, count = of.page_size, [-(-n // of.page_size) for n in lengths]
+    count = [-(-n // size) for n in lengths]
     pool = sum(count) + 2
     page_ids = rng.permutation(pool)
     table = rng.choice([-1, page_ids[-1], pool, FAR, -FAR - 1], (len(lengths), -(-max(room, default=0) // size)))
@@ -254,13 +256,13 @@ LAYOUTS = {
 
 def assembled(inputs: VarlenArrays) -> dict[str, tuple[Array, Array]]:
     """`(exact, naive)` of out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis)."""
-    of, axes = inputs.sequences, inputs.q.shape[:3]
-    outs = [np.zeros((*axes, of.dims[1])), np.zeros((*axes, of.dims[1]))]
+    problem, axes = inputs.sequences, inputs.q.shape[:3]
+    outs = [np.zeros((*axes, problem.dims[1])), np.zeros((*axes, problem.dims[1]))]
     lses = [np.full(axes, -np.inf), np.full(axes, -np.inf)]
     for b, (queries, keys, there) in enumerate(zip(inputs.queries, inputs.keys, inputs.there, strict=True)):
         arrays = inputs.q[queries][None], inputs.k[keys][None], inputs.v[keys][None]
         for compute, out, lse in zip((oracle.attention64, oracle.naive), outs, lses, strict=True):
-            result = compute(of.one(b), *arrays, there)
+            result = compute(problem.one(b), *arrays, there)
             out[queries], lse[queries] = result[0][0], result[1][0].T
     exact, near = (lse.swapaxes(1, 2) for lse in lses)
     return {"out": (outs[0], outs[1]), "lse": (exact, near)}
@@ -271,17 +273,17 @@ def check(inputs: VarlenArrays, out: Any, *lses: Any) -> None:
 
     What is None is not asked for. why units: short sequences have a handful of errors.
     """
-    of, expected = inputs.sequences, assembled(inputs)
+    problem, expected = inputs.sequences, assembled(inputs)
     q, k, v = (np.nan_to_num(x.astype("f8")) for x in (inputs.q, inputs.k, inputs.v))
-    scale = of.softmax_scale or of.dims[0] ** -0.5
-    dtype = of.dtype if out is None else host(out).dtype.name
+    scale = problem.softmax_scale or problem.dims[0] ** -0.5
+    dtype = problem.dtype if out is None else host(out).dtype.name
     units = dict(zip(("out", "lse"), oracle.units_of(scale, q, k, v, dtype), strict=True))
     for name, got in (("out", out), *(("lse", lse) for lse in lses)):
         if got is not None:
             shape = (expected[name][0][0] if "cu_seqlens_q" in inputs.varlen_kwargs else expected[name][0]).shape
             demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, wanted {shape}")
             full = host(got).reshape(expected[name][0].shape)
-            oracle.assert_close(name, full, *expected[name], ulps=max(4, ULPS[of.dtype]), unit=units[name])
+            oracle.assert_close(name, full, *expected[name], ulps=max(4, ULPS[problem.dtype]), unit=units[name])
     if out is not None:
         check_unused(inputs, "q", out)
 
@@ -321,21 +323,21 @@ def check_gradients(inputs: VarlenArrays, got: Sequence[Any], *, dlse: bool = Tr
 
     ulps: units of the floor, as many times as the dtype has.
     """
-    of, (dout, upstream_lse) = inputs.sequences, upstream(inputs)
+    problem, (dout, upstream_lse) = inputs.sequences, upstream(inputs)
     arrays = inputs.q, inputs.k, inputs.v
     exact, near = ([np.zeros(x.shape) for x in arrays] for _ in range(2))
     for b, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
         one = inputs.q[queries][None], inputs.k[keys][None], inputs.v[keys][None]
         dlse_rows = upstream_lse.swapaxes(1, 2)[queries].T[None] if dlse else None
         for compute, results in ((oracle.gradients64, exact), (oracle.naive_gradients, near)):
-            of_sequence = compute(of.one(b), dout[queries][None], *one, dlse_rows)
+            of_sequence = compute(problem.one(b), dout[queries][None], *one, dlse_rows)
             for result, part, rows in zip(results, of_sequence, (queries, keys, keys), strict=True):
                 result[rows] = part[0]
     units = [0.0, 0.0, 0.0]
-    if of.dtype in ("float32", "float64"):
+    if problem.dtype in ("float32", "float64"):
         near = [x + (x - expected) for x, expected in zip(near, exact, strict=True)]
         of_dout, q, k, v, of_lse = (np.nan_to_num(x.astype("f8")) for x in (dout, *arrays, upstream_lse))
-        scale = Case("units", 1, 1, 1, *of.heads, *of.dims, of.dtype, softmax_scale=of.softmax_scale)
+        scale = Case("units", 1, 1, 1, *problem.heads, *problem.dims, problem.dtype, **problem.options())
         units = units_of(scale, BackwardArgs(of_dout, q, k, v, None, None, of_lse if dlse else None))
     sides = ("q", "k", "k")
     for side, x, like, expected, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
@@ -343,7 +345,7 @@ def check_gradients(inputs: VarlenArrays, got: Sequence[Any], *, dlse: bool = Tr
         wanted_kind = (like[0] if f"cu_seqlens_{side}" in inputs.varlen_kwargs else like).shape, like.dtype
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
         full = host(x).reshape(like.shape)
-        oracle.assert_close("gradient", full, expected, naive, ulps=ulps * ULPS[of.dtype], unit=unit)
+        oracle.assert_close("gradient", full, expected, naive, ulps=ulps * ULPS[problem.dtype], unit=unit)
         check_unused(inputs, side, x)
 
 

@@ -26,7 +26,7 @@ class Several:
     grads_out: the layouts of arrays for dq, dk and dv that the caller gives, "" for none.
     """
 
-    sequences: Sequences
+    problem: Sequences
     seed: int
     layout: str = "dense"
     pages_are_lost: bool = False
@@ -38,17 +38,17 @@ class Several:
     def drawn(cls, family: Draw, draw: Draw) -> Several:
         gradients, dims, dtype = family.chance(0.4), family.dims(), family.one_of(*DTYPES)
         gradients = gradients and max(dims) <= 256
-        of = sequences.drawn(draw.seed(), LENGTHS, [dims], gradients=gradients, dtypes=[dtype])
+        problem = sequences.drawn(draw.seed(), LENGTHS, [dims], gradients=gradients, dtypes=[dtype])
         layout = draw.one_of(*sequences.LAYOUTS) if draw.chance(0.5) else "dense"
         if gradients:
             options = {"deterministic": draw.chance(0.5)}
-            return cls(of, draw.seed(), layout, backward=options, grads_out=draw.grads_out())
+            return cls(problem, draw.seed(), layout, backward=options, grads_out=draw.grads_out())
         forward = draw.one_of({}, {}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 256})
-        return cls(of, draw.seed(), layout, of.place_k == "paged" and draw.chance(0.2), forward)
+        return cls(problem, draw.seed(), layout, problem.place_k == "paged" and draw.chance(0.2), forward)
 
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
-        arrays = sequences.varlen_arrays(self.sequences, self.seed)
+        arrays = sequences.varlen_arrays(self.problem, self.seed)
         if self.backward is not None:
             self._check_gradients(arrays, self.backward, xp)
             return
@@ -120,7 +120,7 @@ def maker_of(names: Sequence[str]) -> Maker:
 class ModVarlen:
     """Functions and a bias of a call on variable-length sequences, perhaps with a block mask of its mask_mod."""
 
-    sequences: Sequences
+    problem: Sequences
     seed: int
     names: tuple[str, ...]
     deterministic: bool
@@ -131,14 +131,16 @@ class ModVarlen:
         names = family.one_of(*FUNCTIONS), *family.one_of((), ("dropout",), ("bias bhqk",))
         gradients, dtype, dim = family.chance(0.5), family.one_of(*DTYPES), family.one_of(64, 64, 128)
         options: dict[str, Any] = {"gradients": gradients, "dtypes": [dtype], "batch": (1, 2, 3)}
-        of = sequences.drawn(draw.seed(), LENGTHS, [(dim, dim)], **options)
-        of = replace(of, bounded=True)  # why: a bias has a row for each query, and a key, of the longest sequences
+        problem = sequences.drawn(draw.seed(), LENGTHS, [(dim, dim)], **options)
+        problem = replace(
+            problem, bounded=True
+        )  # why: a bias has a row for each query, and a key, of the longest sequences
         names = names[:1] if "everything" in names else names
-        return cls(of, draw.seed(), names, draw.chance(0.5), draw.chance(0.5))
+        return cls(problem, draw.seed(), names, draw.chance(0.5), draw.chance(0.5))
 
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
-        make, arrays = maker_of(self.names), sequences.varlen_arrays(self.sequences, self.seed)
+        make, arrays = maker_of(self.names), sequences.varlen_arrays(self.problem, self.seed)
         make = blocked(make, **arrays.varlen_kwargs) if self.block_mask else make
         check_of_lengths(make, arrays, xp, [self.deterministic])
 

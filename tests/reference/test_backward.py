@@ -53,9 +53,9 @@ def test_any_shape_stride_mask_and_tile(case: Case, layouts: Any, block_q: int, 
     out, lse = reference.forward(problem, q, k, v)
     if layouts[4] is not one_head_for_all:  # which is the one that makes other numbers
         out = layouts[4](out)
-    kept = [x.copy() for x in (q, k, v, dout, out, lse, dlse)]
+    copies = [x.copy() for x in (q, k, v, dout, out, lse, dlse)]
     got = reference.backward(problem, dout, q, k, v, out, lse, dlse, block_q=block_q, block_k=block_k)
-    same((q, k, v, dout, out, lse, dlse), tuple(kept))  # the caller's arrays are unchanged
+    same((q, k, v, dout, out, lse, dlse), tuple(copies))  # the caller's arrays are unchanged
     exact, near = gradients64(case, dout, q, k, v, dlse), naive_gradients(case, dout, q, k, v, dlse)
     for name, *triple in zip(("dq", "dk", "dv"), got, exact, near, strict=True):
         assert_close(name, *triple, ulps=DRAWN_ULPS[case.dtype])
@@ -84,13 +84,13 @@ def test_finite_differences(case: Case, algorithm: str) -> None:
     got = gradients(case, *arrays, dout, dlse)
     for name, x, dx in zip(("dq", "dk", "dv"), arrays, got, strict=True):
         slopes = {step: np.zeros_like(x) for step in (1e-4, 2e-4)}
-        for (step, slope), at in product(slopes.items(), np.ndindex(x.shape)):
-            value = x[at]
-            x[at] = value + step
+        for (step, slope), index in product(slopes.items(), np.ndindex(x.shape)):
+            value = x[index]
+            x[index] = value + step
             above = loss()
-            x[at] = value - step
-            slope[at] = (above - loss()) / (2 * step)
-            x[at] = value
+            x[index] = value - step
+            slope[index] = (above - loss()) / (2 * step)
+            x[index] = value
         # A step twice as long errs four times as much, so the two slopes differ by more than the first errs. The loss
         # is known to a unit in its last place, and its slope to that over the step.
         assert_close(name, dx, *slopes.values(), ulps=4, unit=abs(loss()) / 1e-4)
@@ -124,14 +124,14 @@ def test_a_row_and_a_key_that_it_does_not_see_get_nothing_of_each_other(
     (q, k, v), (dout, dlse) = case.arrays(), upstream(case)
     sees = case.problem().mask.visible(np.arange(24), np.arange(24))
     clean = gradients(case, q, k, v, dout, dlse)
-    for at in (0, 5, 12, 23):
-        given = {name: x.copy() for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dlse", dlse))}
-        given[operand][(np.s_[:, :, at] if operand == "dlse" else np.s_[:, at])] = poison
-        rows = sees[:, at] if operand in "kv" else np.arange(24) == at
+    for number in (0, 5, 12, 23):
+        inputs = {name: x.copy() for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dlse", dlse))}
+        inputs[operand][(np.s_[:, :, number] if operand == "dlse" else np.s_[:, number])] = poison
+        rows = sees[:, number] if operand in "kv" else np.arange(24) == number
         keys = sees[rows].any(axis=0)
-        found = gradients(case, *given.values())
-        for dx, wanted, others in zip(found, clean, (~rows, ~keys, ~keys), strict=True):
-            same((dx[:, others],), (wanted[:, others],))
+        grads = gradients(case, *inputs.values())
+        for dx, expected, others in zip(grads, clean, (~rows, ~keys, ~keys), strict=True):
+            same((dx[:, others],), (expected[:, others],))
 
 
 def test_nan_that_is_seen_is_not_hidden() -> None:
@@ -168,21 +168,21 @@ def test_backward_of_merged_halves(dtype: str, mask: dict[str, Any]) -> None:
         for half, keys in parts(case, [0, 10, 24])
     ]
     (dq0, dk0, dv0), (dq1, dk1, dv1) = halves
-    found = dq0 + dq1, np.concatenate([dk0, dk1], axis=1), np.concatenate([dv0, dv1], axis=1)
-    check(case, BackwardArgs(dout, q, k, v, *merged, dlse), found)
+    grads = dq0 + dq1, np.concatenate([dk0, dk1], axis=1), np.concatenate([dv0, dv1], axis=1)
+    check(case, BackwardArgs(dout, q, k, v, *merged, dlse), grads)
 
 
 @pytest.mark.parametrize("operand", "qkv")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_reaches_the_same_gradients_whatever_the_tiles(operand: str, value: float) -> None:
     case = Case("", 1, 1100, 1100, 1, 1, 4, 4, "float32", causal=True)
-    given, (dout, _) = dict(zip("qkv", case.arrays(), strict=True)), upstream(case)
-    given[operand][0, 10] = value
-    out, lse = reference.forward(case.problem(), *given.values())
+    inputs, (dout, _) = dict(zip("qkv", case.arrays(), strict=True)), upstream(case)
+    inputs[operand][0, 10] = value
+    out, lse = reference.forward(case.problem(), *inputs.values())
     of_sizes = [
-        reference.backward(case.problem(), dout, *given.values(), out, lse, block_k=size) for size in (64, 512, 2048)
+        reference.backward(case.problem(), dout, *inputs.values(), out, lse, block_k=size) for size in (64, 512, 2048)
     ]
-    for found in zip(*of_sizes, strict=True):
+    for grads in zip(*of_sizes, strict=True):
         for kind in np.isnan, np.isposinf, np.isneginf:
-            assert (kind(found[0]) == kind(found[1])).all()
-            assert (kind(found[0]) == kind(found[2])).all()
+            assert (kind(grads[0]) == kind(grads[1])).all()
+            assert (kind(grads[0]) == kind(grads[2])).all()

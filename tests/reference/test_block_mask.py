@@ -31,15 +31,15 @@ MASKS = {
 }
 
 
-def wanted(function: Any, b: int, h: int, used_q: int, used_k: int, shape: tuple[int, int]) -> Any:
+def expected_tiles(function: Any, b: int, h: int, used_q: int, used_k: int, shape: tuple[int, int]) -> Any:
     """The mask tiles of one sequence and head, one after the other."""
     graph = trace(function, "mask_mod")
     mask_tiles = np.full(shape, EMPTY, np.int8)
     for i, j in np.ndindex(*shape):
         rows, keys = (range(MASK_TILE * n, min(MASK_TILE * (n + 1), used)) for n, used in ((i, used_q), (j, used_k)))
         if rows and keys:
-            seen = [visible_to(graph, b, h, q, list(keys), used_q, used_k) for q in rows]
-            mask_tiles[i, j] = FULL if np.all(seen) else PARTIAL if np.any(seen) else EMPTY
+            visible = [visible_to(graph, b, h, q, list(keys), used_q, used_k) for q in rows]
+            mask_tiles[i, j] = FULL if np.all(visible) else PARTIAL if np.any(visible) else EMPTY
     return mask_tiles
 
 
@@ -52,18 +52,18 @@ def visible_to(graph: Any, b: int, h: int, q: int, keys: list[int], used_q: int,
 @pytest.mark.parametrize("lengths", [None, [(130, 200), (1, 64)], [(0, 200), (129, 0)], [(64, 65), (63, 1)]], ids=str)
 def test_each_cell_is_what_its_scores_are(name: str, lengths: list[tuple[int, int]] | None) -> None:
     seqlen_q, seqlen_k, heads = 130, 200, 3
-    found = mask_tiles_of(trace(MASKS[name], "mask_mod"), 2, heads, seqlen_q, seqlen_k, lengths)
-    assert found.shape == (2, heads, 3, 4)
+    mask_tiles = mask_tiles_of(trace(MASKS[name], "mask_mod"), 2, heads, seqlen_q, seqlen_k, lengths)
+    assert mask_tiles.shape == (2, heads, 3, 4)
     for b, used in enumerate(lengths or [(seqlen_q, seqlen_k)] * 2):
         for h in range(heads):
-            np.testing.assert_array_equal(found[b, h], wanted(MASKS[name], b, h, *used, (3, 4)))
+            np.testing.assert_array_equal(mask_tiles[b, h], expected_tiles(MASKS[name], b, h, *used, (3, 4)))
 
 
 def test_queries_are_looked_at_in_parts() -> None:
     graph = trace(masks.causal, "mask_mod")
-    found = mask_tiles_of(graph, 1, 1, 1100, 1100)[0, 0]
+    mask_tiles = mask_tiles_of(graph, 1, 1, 1100, 1100)[0, 0]
     i, j = np.ogrid[:18, :18]
-    np.testing.assert_array_equal(found, np.where(i > j, FULL, np.where(i == j, PARTIAL, EMPTY)))
+    np.testing.assert_array_equal(mask_tiles, np.where(i > j, FULL, np.where(i == j, PARTIAL, EMPTY)))
 
 
 def test_nothing_has_no_cells() -> None:
@@ -76,6 +76,6 @@ def test_a_million_sequences_without_queries_or_keys_are_not_looked_at(monkeypat
     monkeypatch.setattr(block_mask, "evaluate", lambda roots, inputs, arrays: asked.append(inputs["b"]) or [True])
     lengths = [(1, 0), (0, 1)] * (10**6 // 2)
     lengths[-1] = (1, 1)
-    found = mask_tiles_of(trace(masks.causal, "mask_mod"), len(lengths), 1, 1, 1, lengths)
+    mask_tiles = mask_tiles_of(trace(masks.causal, "mask_mod"), len(lengths), 1, 1, 1, lengths)
     assert asked == [len(lengths) - 1]
-    assert np.flatnonzero(found).tolist() == asked
+    assert np.flatnonzero(mask_tiles).tolist() == asked

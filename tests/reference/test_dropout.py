@@ -15,11 +15,11 @@ DEVICES = [
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "wanted"), DEVICES)
-def test_the_bits_are_those_of_philox(counter: str, key: str, wanted: str) -> None:
-    words, keys, results = ([int(each, 16) for each in text.split()] for text in (counter, key, wanted))
-    found = philox(keys[0] | keys[1] << 32, (words[0], words[1], words[2], words[3]))
-    assert [int(word) for word in found] == results
+@pytest.mark.parametrize(("counter", "key", "result"), DEVICES)
+def test_the_bits_are_those_of_philox(counter: str, key: str, result: str) -> None:
+    words, keys, expected = ([int(each, 16) for each in text.split()] for text in (counter, key, result))
+    bits = philox(keys[0] | keys[1] << 32, (words[0], words[1], words[2], words[3]))
+    assert [int(word) for word in bits] == expected
 
 
 def grid(seed: int, dropout_p: float, keys: int = 512) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
@@ -29,20 +29,20 @@ def grid(seed: int, dropout_p: float, keys: int = 512) -> np.ndarray[tuple[int, 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5, 0.9])
 def test_as_many_are_kept_as_wanted_along_every_axis(dropout_p: float) -> None:
-    kept, share = grid(7, dropout_p), share_kept(dropout_p) / SHARES
+    keep, share = grid(7, dropout_p), share_kept(dropout_p) / SHARES
     assert abs(share - (1 - dropout_p)) <= 0.5 / SHARES
     for axes in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
-        means = kept.mean(axis=axes)
-        count = kept.size / means.size
+        means = keep.mean(axis=axes)
+        count = keep.size / means.size
         assert (np.abs(means - share) <= 6 * np.sqrt(share * (1 - share) / count)).all()
 
 
 def test_a_weight_depends_on_its_place_and_the_seed_alone() -> None:
-    kept = grid(3, 0.5)
+    keep = grid(3, 0.5)
     some = is_kept(3, 0.5, 1, 2, np.arange(5, 9)[:, None], np.arange(100, 200))
-    np.testing.assert_array_equal(some, kept[1, 2, 5:9, 100:200])
-    for other in (grid(4, 0.5), grid(3 | 1 << 32, 0.5), np.roll(kept, 1, axis=3), np.roll(kept, 1, axis=2), kept[::-1]):
-        assert 0.45 < (kept == other).mean() < 0.55
+    np.testing.assert_array_equal(some, keep[1, 2, 5:9, 100:200])
+    for other in (grid(4, 0.5), grid(3 | 1 << 32, 0.5), np.roll(keep, 1, axis=3), np.roll(keep, 1, axis=2), keep[::-1]):
+        assert 0.45 < (keep == other).mean() < 0.55
 
 
 def test_no_two_keys_of_a_row_share_their_bits() -> None:

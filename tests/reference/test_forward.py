@@ -33,14 +33,14 @@ TILED = {"flash1": flash1.forward, "flash2": flash2.forward, "flashd": flashd.fo
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_against_float64(case: Case, algorithm: str) -> None:
     arrays, problem = case.arrays(), case.problem(algorithm=algorithm)
-    kept = [x.copy() for x in arrays]
+    copies = [x.copy() for x in arrays]
     out, lse = reference.forward(problem, *arrays)
     assert out.dtype == numpy_dtype(case.dtype)
     assert lse.dtype == np.float32
     assert_attention(case, arrays, out, lse, ulps=1)
     same((reference.lse(problem, *arrays[:2]),), (lse,))  # the same walk, so the same bits
     same(reference.forward(problem, *arrays), (out, lse))  # repeatable
-    same(arrays, tuple(kept))  # the caller's arrays are unchanged
+    same(arrays, tuple(copies))  # the caller's arrays are unchanged
 
 
 # Q, K, V of the worked example, in tiles of two queries and two keys.
@@ -63,19 +63,19 @@ def worked_example(scale: float) -> list[tuple[Array, Array, Array]]:
 def states(algorithm: str, scale: float, dtype: str) -> tuple[list[list[Array]], Array, Array]:
     """The states after tile 1 and tile 2, each part over all four rows, and out and lse."""
     q, k, v = (x.astype(dtype)[None, :, None, :] for x in (Q, K, V))
-    seen: dict[int, list[Any]] = {0: [], 2: []}
+    by_block: dict[int, list[Any]] = {0: [], 2: []}
     forward = TILED[algorithm]
     problem = problem_of(q, k, v, softmax_scale=scale)
 
     def on_tile(block: Any, tile: Any, state: Any) -> None:
-        seen[block.begin].append((state.lse, state.o) if isinstance(state, flashd.State) else state)
+        by_block[block.begin].append((state.lse, state.o) if isinstance(state, flashd.State) else state)
 
     out, lse = forward(problem, q, k, v, block_q=2, block_k=2, on_tile=on_tile)
-    assert len(seen[0]) == len(seen[2]) == 2
+    assert len(by_block[0]) == len(by_block[2]) == 2
     return (
         [
             [np.concatenate(parts) for parts in zip(top, bottom, strict=True)]
-            for top, bottom in zip(seen[0], seen[2], strict=True)
+            for top, bottom in zip(by_block[0], by_block[2], strict=True)
         ],
         out[0, :, 0],
         lse[0, 0],
@@ -85,20 +85,20 @@ def states(algorithm: str, scale: float, dtype: str) -> tuple[list[list[Array]],
 @pytest.mark.parametrize("scale", [1.0, 1 / math.sqrt(2)], ids=["scale1", "scale1/sqrt2"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_states_of_the_worked_example(scale: float, dtype: str) -> None:
-    wanted = worked_example(scale)
-    found = {name: states(name, scale, dtype) for name in TILED}
-    for step, (m, ell, o) in enumerate(wanted):
+    expected = worked_example(scale)
+    by_algorithm = {name: states(name, scale, dtype) for name in TILED}
+    for step, (m, ell, o) in enumerate(expected):
         normalised = o / ell[:, None]
         for name, parts in (
             ("flash1", (m, ell, normalised)),
             ("flash2", (m, ell, o)),
             ("flashd", (m + np.log(ell), normalised)),
         ):
-            for got, part in zip(found[name][0][step], parts, strict=True):
+            for got, part in zip(by_algorithm[name][0][step], parts, strict=True):
                 assert_units(f"{name}, tile {step + 1}", got, part, ULPS[dtype])
     s = scale * Q @ K.T
     p = np.exp(s) / np.exp(s).sum(axis=1, keepdims=True)
-    for _, out, lse in found.values():
+    for _, out, lse in by_algorithm.values():
         assert_units("out", out, p @ V, ULPS[dtype])
         assert_units("lse", lse, np.log(np.exp(s).sum(axis=1)), ULPS[dtype])
 
@@ -244,11 +244,11 @@ def test_weights_of_large_scores_are_those_of_float64(
     k[0, [0, 7, *range(10, 15)], 0, 0] = -np.inf
     doubles = [x.astype("f8") for x in (q, k, v)]
     exact = problem_of(*doubles, algorithm="standard", **case.arguments())
-    wanted, wanted_lse = reference.forward(exact, *doubles)
+    expected, expected_lse = reference.forward(exact, *doubles)
     out, lse = TILED[algorithm](case.problem(algorithm=algorithm), q, k, v, block_q=7, block_k=5)
     unit = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(dtype, 2.0**-22)
-    np.testing.assert_allclose(out.astype("f8"), wanted, rtol=0, atol=unit * np.abs(doubles[2]).max())
-    np.testing.assert_allclose(lse, wanted_lse, rtol=2.0**-22)
+    np.testing.assert_allclose(out.astype("f8"), expected, rtol=0, atol=unit * np.abs(doubles[2]).max())
+    np.testing.assert_allclose(lse, expected_lse, rtol=2.0**-22)
     assert np.isneginf(lse).any() == bool(mask)
 
 
@@ -259,7 +259,7 @@ def test_a_batch_that_sees_nothing_costs_no_step_of_a_loop(
     asked = []
     for name in ("tiles", "backward"):
         module = import_module(f"cuflash.reference.{name}")
-        monkeypatch.setattr(module, "query_blocks", lambda *of: asked.append(of) or ())
+        monkeypatch.setattr(module, "query_blocks", lambda *args: asked.append(args) or ())
     queries, keys = dims
     q, k = np.ones((1000, queries, 2, 4), np.float32), np.ones((1000, keys, 2, 4), np.float32)
     for algorithm in ALGORITHMS:
@@ -296,12 +296,12 @@ def test_p_is_rounded_and_its_sum_is_not(algorithm: str, dtype: str) -> None:
     out, _ = reference.forward(problem_of(q, k, v, algorithm=algorithm, out_dtype="float32"), q, k, v)
     e = np.exp(float(k[0, 1, 0, 0]))
     if algorithm == "standard":  # P is normalised before it is rounded
-        wanted = float(np.float32(e / (1 + e)).astype(narrow))
+        expected = float(np.float32(e / (1 + e)).astype(narrow))
     else:
-        wanted = float(np.float32(e).astype(narrow)) / (1 + e)
+        expected = float(np.float32(e).astype(narrow)) / (1 + e)
     assert out.dtype == np.float32
-    assert abs(wanted - e / (1 + e)) > 1e-5 * wanted
-    assert_units("out", out[0, 0, 0, 0], wanted, 4)
+    assert abs(expected - e / (1 + e)) > 1e-5 * expected
+    assert_units("out", out[0, 0, 0, 0], expected, 4)
 
 
 def test_rounding_to_float16_is_that_of_a_cast() -> None:
@@ -353,14 +353,14 @@ NOT_FINITE: dict[str, tuple[str, float, dict[str, Any]]] = {  # what key 10 hold
 def test_what_is_not_finite_reaches_the_same_rows_whatever_the_tiles(name: str, causal: bool) -> None:
     where, value, more = NOT_FINITE[name]
     case = Case("", 1, 1100, 1100, 1, 1, 4, 4, "float32", causal=causal, **more)
-    given = dict(zip("qkv", case.arrays(), strict=True))
+    inputs = dict(zip("qkv", case.arrays(), strict=True))
     for operand in where:
-        given[operand][0, 10] = value
-    found = {
-        (algorithm, block_k): reference.forward(case.problem(algorithm=algorithm), *given.values(), block_k=block_k)[0]
+        inputs[operand][0, 10] = value
+    outs = {
+        (algorithm, block_k): reference.forward(case.problem(algorithm=algorithm), *inputs.values(), block_k=block_k)[0]
         for algorithm, block_k in itertools.product(TILED, (64, 512, 2048))
     }
-    found["standard", 0] = reference.forward(case.problem(algorithm="standard"), *given.values())[0]
-    for out in found.values():
+    outs["standard", 0] = reference.forward(case.problem(algorithm="standard"), *inputs.values())[0]
+    for out in outs.values():
         for kind in np.isnan, np.isposinf, np.isneginf:
-            np.testing.assert_array_equal(kind(out), kind(found["standard", 0]))
+            np.testing.assert_array_equal(kind(out), kind(outs["standard", 0]))

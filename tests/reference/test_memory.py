@@ -94,15 +94,15 @@ def test_hidden_tiles_are_skipped_and_seen_ones_not_masked(
     case = Case("", 2, 40, 50, 4, 2, 4, 4, "float32", **arguments)
     problem = case.problem()
     visited, masked = tiles_by_brute_force(problem.mask, block_q, block_k)
-    seen: list[Any] = []
+    tiles: list[Any] = []
     calls: list[Any] = []
     visible = Mask.visible
     monkeypatch.setattr(Mask, "visible", lambda *args: (calls.append(args), visible(*args))[1])
-    forward(problem, *case.arrays(), block_q=block_q, block_k=block_k, on_tile=lambda *options: seen.append(options))
+    forward(problem, *case.arrays(), block_q=block_q, block_k=block_k, on_tile=lambda *options: tiles.append(options))
     heads = case.batch * case.heads_kv  # the query heads of a kv head share its tiles
-    assert len(seen) == heads * visited
+    assert len(tiles) == heads * visited
     assert len(calls) == heads * masked
-    for block, tile, state in seen:
+    for block, tile, state in tiles:
         assert block.begin < block.end <= 40
         assert tile.begin < tile.end <= 50
         assert len(state.o) == (block.end - block.begin) * 2

@@ -51,9 +51,9 @@ def make_mod_scores(call: Arrays, **changes: Any) -> ModScores:
     bias, named = call.get("bias"), {"sinks": call.get("sinks"), "dropout_seed": np.array(call.get("dropout_seed", 0))}
     kind = None if bias is None else Bias(bias.dtype.name, tuple(length > 1 for length in bias.shape))
     mod_spec = problem_mods.make_mod_spec(score, mask, kind, "sinks" in call, "dropout_p" in call)
-    found = [each.array for each in problem_mods.captured((score, mask))] + [bias]
-    named |= {each.name: x for each, x in zip(mod_spec.arrays, found, strict=False)}
-    return dataclasses.replace(ModScores.from_arrays(mod_spec, named, call.get("dropout_p", 0.0)), **changes)
+    values = [each.array for each in problem_mods.captured((score, mask))] + [bias]
+    named |= {each.name: x for each, x in zip(mod_spec.arrays, values, strict=False)}
+    return dataclasses.replace(ModScores.from_spec(mod_spec, named, call.get("dropout_p", 0.0)), **changes)
 
 
 def test_keys_that_nobody_sees_keep_what_they_hold() -> None:
@@ -70,31 +70,31 @@ def test_keys_that_nobody_sees_keep_what_they_hold() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_tiles_of_any_size_agree_with_whole_matrices(name: str, algorithm: str) -> None:
     call = CALLS[name]
-    wanted = whole(call, *arrays())
+    expected = whole(call, *arrays())
     for sizes in ({}, {"block_q": 8, "block_k": 16}):
-        found = ALGORITHMS[algorithm].forward(problem_of(call), *arrays(), mod_scores=make_mod_scores(call), **sizes)
-        for got, want in zip(found, wanted, strict=True):
+        results = ALGORITHMS[algorithm].forward(problem_of(call), *arrays(), mod_scores=make_mod_scores(call), **sizes)
+        for got, want in zip(results, expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_without_changes_the_bits_are_those_of_a_plain_call() -> None:
     for dtype in ("float32", "float16"):
-        of = problem_of({"causal": True}, dtype)
-        plain, mod_kwargs = (flash2.forward(of, *arrays(dtype), mod_scores=each) for each in (None, ModScores()))
+        problem = problem_of({"causal": True}, dtype)
+        plain, mod_kwargs = (flash2.forward(problem, *arrays(dtype), mod_scores=each) for each in (None, ModScores()))
         assert all((x == y).all() for x, y in zip(plain, mod_kwargs, strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "sinks"])
 def test_gradients_are_slopes(name: str) -> None:
-    call, given = CALLS[name], arrays()
-    of, mod_scores, random = problem_of(call), make_mod_scores(CALLS[name]), np.random.default_rng(2)
+    call, inputs = CALLS[name], arrays()
+    problem, mod_scores, random = problem_of(call), make_mod_scores(CALLS[name]), np.random.default_rng(2)
     dout, dlse = random.standard_normal((BATCH, ROWS, HEADS, DIM)), random.standard_normal((BATCH, HEADS, ROWS))
-    out, lse = flash2.forward(of, *given, mod_scores=mod_scores)
+    out, lse = flash2.forward(problem, *inputs, mod_scores=mod_scores)
     dlse = np.where(np.isneginf(lse), 0, dlse)
     sums = ModGradients(mod_scores, np.dtype(np.float64))
     sizes = {"block_q": 8, "block_k": 16}
-    found = backward(of, dout, *given, out, lse, dlse, mod_scores=mod_scores, mod_gradients=sums, **sizes)
-    pairs = [*zip(given, found, strict=True)]
+    grads = backward(problem, dout, *inputs, out, lse, dlse, mod_scores=mod_scores, mod_gradients=sums, **sizes)
+    pairs = [*zip(inputs, grads, strict=True)]
     if sums.sinks is not None:
         pairs.append((call["sinks"], sums.sinks))
     pairs += [(mod_scores.arrays[number], total) for number, total in sums.arrays.items()]
@@ -102,9 +102,9 @@ def test_gradients_are_slopes(name: str) -> None:
     for x, gradient in pairs:
         assert gradient.shape == x.shape
         for number in random.integers(x.size, size=4):
-            at = tuple(int(i) for i in np.unravel_index(number, x.shape))
-            wanted = slope(lambda: loss(*given), x, at)
-            np.testing.assert_allclose(gradient[at], wanted, rtol=1e-6, atol=1e-7)
+            index = tuple(int(i) for i in np.unravel_index(number, x.shape))
+            expected = slope(lambda: loss(*inputs), x, index)
+            np.testing.assert_allclose(gradient[index], expected, rtol=1e-6, atol=1e-7)
 
 
 def test_a_sink_that_is_none_and_rows_that_see_nothing_have_gradients_of_their_own() -> None:
@@ -112,13 +112,13 @@ def test_a_sink_that_is_none_and_rows_that_see_nothing_have_gradients_of_their_o
         return (q_idx > 4) & (k_idx < 9)
 
     call = {"sinks": np.array([0.5, -np.inf, 0.0, 1.0]), "mask_mod": mask_mod}
-    of, mod_scores = problem_of(call), make_mod_scores(call)
-    out, lse = flash2.forward(of, *arrays(), mod_scores=mod_scores)
+    problem, mod_scores = problem_of(call), make_mod_scores(call)
+    out, lse = flash2.forward(problem, *arrays(), mod_scores=mod_scores)
     assert (out[:, :5] == 0).all()
     assert (lse[:, :, :5] == call["sinks"][:, None]).all()
     sums, dlse = ModGradients(mod_scores, np.dtype(np.float64)), np.zeros_like(lse)
     dlse[:, :, :5] = 1.0
-    backward(of, np.zeros_like(out), *arrays(), out, lse, dlse, mod_scores=mod_scores, mod_gradients=sums)
+    backward(problem, np.zeros_like(out), *arrays(), out, lse, dlse, mod_scores=mod_scores, mod_gradients=sums)
     assert sums.sinks is not None
     assert sums.sinks.tolist() == [BATCH * 5.0, 0.0, BATCH * 5.0, BATCH * 5.0]
 
@@ -128,8 +128,8 @@ def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
     hidden = np.zeros((1, 1, 1, KEYS), np.float32)
     hidden[..., 20:] = np.finfo(np.float32).min
     call = {"bias": hidden}
-    of, mod_scores = problem_of(call, "float32"), make_mod_scores(call)
-    out, lse = flash2.forward(of, q, k, v, mod_scores=mod_scores)
+    call_problem, mod_scores = problem_of(call, "float32"), make_mod_scores(call)
+    out, lse = flash2.forward(call_problem, q, k, v, mod_scores=mod_scores)
     shorter = problem(DIM, DIM, dims=(BATCH, ROWS, 20, HEADS, HEADS_KV), dtype="float32")
     for got, want in zip((out, lse), flash2.forward(shorter, q, k[:, :20], v[:, :20]), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
@@ -139,14 +139,14 @@ def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
             mod_scores = make_mod_scores(mask)
             assert all(
                 (x == y).all()
-                for x, y in zip(flash2.forward(of, q, k, v, mod_scores=mod_scores), (out, lse), strict=True)
+                for x, y in zip(flash2.forward(call_problem, q, k, v, mod_scores=mod_scores), (out, lse), strict=True)
             )
             sums = ModGradients(mod_scores, np.dtype(np.float32))
-            gradients = backward(of, out, q, k, v, out, lse, mod_scores=mod_scores, mod_gradients=sums)
+            gradients = backward(call_problem, out, q, k, v, out, lse, mod_scores=mod_scores, mod_gradients=sums)
             assert all(np.isfinite(x).all() for x in gradients)
             assert all((x[:, 20:] == 0).all() for x in gradients[1:])
     everything = make_mod_scores({"bias": np.full((1, 1, 1, 1), -np.inf, np.float32)})
-    out, lse = flash2.forward(of, *arrays("float32"), mod_scores=everything)
+    out, lse = flash2.forward(call_problem, *arrays("float32"), mod_scores=everything)
     assert (out == 0).all()
     assert np.isneginf(lse).all()
 
@@ -154,41 +154,41 @@ def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
 @pytest.mark.parametrize("operand", ["dout", "q", "k", "v"])
 @pytest.mark.parametrize("name", ["mask_mod", "mask_mod and window", "bool bias", "sinks", "all"])
 def test_a_row_and_a_key_that_a_function_hides_from_it_get_nothing_of_each_other(name: str, operand: str) -> None:
-    call, given = CALLS[name], dict(zip("qkv", arrays(), strict=True))
-    of, mod_scores, dout = problem_of(call), make_mod_scores(call), normal(BATCH, ROWS, HEADS, DIM)
+    call, inputs = CALLS[name], dict(zip("qkv", arrays(), strict=True))
+    problem, mod_scores, dout = problem_of(call), make_mod_scores(call), normal(BATCH, ROWS, HEADS, DIM)
     shown = call["mask_mod"](*np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS]) if "mask_mod" in call else call["bias"]
-    shown = shown & of.mask.visible(np.arange(ROWS), np.arange(KEYS))
+    shown = shown & problem.mask.visible(np.arange(ROWS), np.arange(KEYS))
     sees = np.broadcast_to(shown, (BATCH, HEADS, ROWS, KEYS))
 
     def results(**soiled: Any) -> tuple[Any, ...]:
-        q, k, v, upstream = (soiled.get(name, x) for name, x in (*given.items(), ("dout", dout)))
-        out, lse = flash2.forward(of, q, k, v, mod_scores=mod_scores)
+        q, k, v, upstream = (soiled.get(name, x) for name, x in (*inputs.items(), ("dout", dout)))
+        out, lse = flash2.forward(problem, q, k, v, mod_scores=mod_scores)
         return (
             out.swapaxes(1, 2),
             lse,
-            *(x.swapaxes(1, 2) for x in backward(of, upstream, q, k, v, out, lse, mod_scores=mod_scores)),
+            *(x.swapaxes(1, 2) for x in backward(problem, upstream, q, k, v, out, lse, mod_scores=mod_scores)),
         )
 
     clean = results()
-    for at in (0, 7, 20):
-        x = {**given, "dout": dout}[operand].copy()
-        x[:, at] = np.nan
-        rows = sees[..., at] if operand in "kv" else np.broadcast_to(np.arange(ROWS) == at, sees.shape[:3])
+    for number in (0, 7, 20):
+        x = {**inputs, "dout": dout}[operand].copy()
+        x[:, number] = np.nan
+        rows = sees[..., number] if operand in "kv" else np.broadcast_to(np.arange(ROWS) == number, sees.shape[:3])
         keys = (sees & rows[..., None]).any(axis=2).reshape(BATCH, HEADS_KV, -1, KEYS).any(axis=2)
-        found = results(**{operand: x})
-        for got, wanted, others in zip(found, clean, (~rows, ~rows, ~rows, ~keys, ~keys), strict=True):
-            np.testing.assert_array_equal(got[others], wanted[others])
-        assert np.isnan(found[2 if operand == "dout" else 0][rows & sees.any(axis=3)]).all()
+        soiled_results = results(**{operand: x})
+        for got, expected, others in zip(soiled_results, clean, (~rows, ~rows, ~rows, ~keys, ~keys), strict=True):
+            np.testing.assert_array_equal(got[others], expected[others])
+        assert np.isnan(soiled_results[2 if operand == "dout" else 0][rows & sees.any(axis=3)]).all()
 
 
 def test_a_row_that_is_nan_gives_nan_to_the_keys_that_it_sees_alone() -> None:
     bias = np.zeros((1, 1, ROWS, KEYS))
     bias[..., 3, 1] = np.nan
     call = {"bias": bias, "mask_mod": lambda b, h, q_idx, k_idx: (q_idx != 3) | (k_idx < 9)}
-    of, mod_scores = problem_of(call), make_mod_scores(call)
-    out, lse = flash2.forward(of, *arrays(), mod_scores=mod_scores)
+    problem, mod_scores = problem_of(call), make_mod_scores(call)
+    out, lse = flash2.forward(problem, *arrays(), mod_scores=mod_scores)
     assert np.argwhere(np.isnan(lse).all(axis=(0, 1))).tolist() == [[3]]
-    dq, dk, dv = backward(of, normal(*out.shape), *arrays(), out, lse, mod_scores=mod_scores)
+    dq, dk, dv = backward(problem, normal(*out.shape), *arrays(), out, lse, mod_scores=mod_scores)
     assert np.argwhere(np.isnan(dq).any(axis=(0, 2, 3))).tolist() == [[3]]
     for of_keys in (dk, dv):
         assert np.isnan(of_keys[:, :9]).all()
@@ -199,19 +199,19 @@ def test_dropout_keeps_lse_and_the_sum_of_weights_in_the_mean() -> None:
     call = {"dropout_p": 0.25, "dropout_seed": 11}
     q, k, _ = arrays()
     ones = np.ones((BATCH, KEYS, HEADS_KV, 1))
-    of = problem(DIM, 1, dims=(BATCH, ROWS, KEYS, HEADS, HEADS_KV), dtype="float64")
-    out, lse = flash2.forward(of, q, k, ones, mod_scores=make_mod_scores(call))
-    np.testing.assert_array_equal(lse, flash2.forward(of, q, k, ones)[1])
+    call_problem = problem(DIM, 1, dims=(BATCH, ROWS, KEYS, HEADS, HEADS_KV), dtype="float64")
+    out, lse = flash2.forward(call_problem, q, k, ones, mod_scores=make_mod_scores(call))
+    np.testing.assert_array_equal(lse, flash2.forward(call_problem, q, k, ones)[1])
     assert abs(out.mean() - 1.0) < 0.03
     assert out.std() > 0.05
 
 
 def test_sequences_after_the_first_have_their_own_numbers() -> None:
     call = {"score_mod": tilted, "mask_mod": striped, "bias": BIASES["whole"], "dropout_p": 0.3, "dropout_seed": 5}
-    of = problem_of(call)
-    both = flash2.forward(of, *arrays(), mod_scores=make_mod_scores(call))
+    problem = problem_of(call)
+    both = flash2.forward(problem, *arrays(), mod_scores=make_mod_scores(call))
     alone = flash2.forward(
-        of._replace(batch=1), *(x[1:] for x in arrays()), mod_scores=make_mod_scores(call, first_batch=1)
+        problem._replace(batch=1), *(x[1:] for x in arrays()), mod_scores=make_mod_scores(call, first_batch=1)
     )
     for got, want in zip(alone, both, strict=True):
         np.testing.assert_array_equal(got[0], want[1])
@@ -219,27 +219,27 @@ def test_sequences_after_the_first_have_their_own_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["causal", "document", "alibi"])
 def test_ready_made_functions_are_what_keywords_do(name: str) -> None:
-    given, of = arrays(), problem_of({})
+    inputs, call_problem = arrays(), problem_of({})
     if name == "causal":
-        found = flash2.forward(of, *given, mod_scores=make_mod_scores({"mask_mod": masks.causal}))
-        wanted = flash2.forward(problem_of({"causal": True}), *given)
+        call = {"mask_mod": masks.causal}
+        expected = flash2.forward(problem_of({"causal": True}), *inputs)
     elif name == "document":
-        bounds, (_, k, v) = np.array([0, 10, KEYS], np.int32), given
-        q = np.resize(given[0], (BATCH, KEYS, HEADS, DIM))
-        of = problem(DIM, DIM, dims=(BATCH, KEYS, KEYS, HEADS, HEADS_KV), dtype="float64")
-        found = flash2.forward(of, q, k, v, mod_scores=make_mod_scores({"mask_mod": masks.document(bounds)}))
+        call = {"mask_mod": masks.document(np.array([0, 10, KEYS], np.int32))}
+        inputs = np.resize(inputs[0], (BATCH, KEYS, HEADS, DIM)), *inputs[1:]
+        call_problem = problem(DIM, DIM, dims=(BATCH, KEYS, KEYS, HEADS, HEADS_KV), dtype="float64")
         parts = []
         for begin, end in ((0, 10), (10, KEYS)):
             alone = problem(DIM, DIM, dims=(BATCH, end - begin, end - begin, HEADS, HEADS_KV), dtype="float64")
-            parts.append(flash2.forward(alone, *(x[:, begin:end] for x in (q, k, v))))
+            parts.append(flash2.forward(alone, *(x[:, begin:end] for x in inputs)))
         outs, lses = zip(*parts, strict=True)
-        wanted = np.concatenate(outs, axis=1), np.concatenate(lses, axis=2)
+        expected = np.concatenate(outs, axis=1), np.concatenate(lses, axis=2)
     else:
-        found = flash2.forward(of, *given, mod_scores=make_mod_scores({"score_mod": scores.alibi(SLOPES)}))
+        call = {"score_mod": scores.alibi(SLOPES)}
         place = np.arange(ROWS)[:, None] + KEYS - ROWS
         bias = -SLOPES[:, None, None] * abs(np.arange(KEYS) - place)
-        wanted = flash2.forward(of, *given, mod_scores=make_mod_scores({"bias": bias[None]}))
-    for got, want in zip(found, wanted, strict=True):
+        expected = flash2.forward(call_problem, *inputs, mod_scores=make_mod_scores({"bias": bias[None]}))
+    results = flash2.forward(call_problem, *inputs, mod_scores=make_mod_scores(call))
+    for got, want in zip(results, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
@@ -262,19 +262,19 @@ def of_lengths(place: str) -> tuple[Problem, Arrays, list[tuple[slice, slice]]]:
         table[0, 2] = -1
     op = VARLEN_OPS["forward"]
     specs = [NUMPY.spec(x.name, named[x.name]) if x.name in named else None for x in op.inputs]
-    of = Problem.from_specs(op, specs, Options(causal=True))
+    problem = Problem.from_specs(op, specs, Options(causal=True))
     rows = [(slice(queries[b], queries[b + 1]), slice(keys[b], keys[b + 1])) for b in range(3)]
     views = {name: x[None] if x.ndim == 3 and name in "qkv" else x for name, x in named.items()}
-    return of, {"k_rows": k, "v_rows": v, **views}, rows
+    return problem, {"k_rows": k, "v_rows": v, **views}, rows
 
 
 @pytest.mark.parametrize("place", ["packed", "pages"])
 def test_sequences_of_several_lengths_count_from_their_own_begin(place: str) -> None:
-    of, named, rows = of_lengths(place)
+    call_problem, named, rows = of_lengths(place)
     call = {"score_mod": bounded, "mask_mod": striped, "bias": normal(3, HEADS, 34, 34), "sinks": SLOPES,
             "dropout_p": 0.25, "dropout_seed": 9}  # fmt: skip
     k_rows, v_rows = named.pop("k_rows"), named.pop("v_rows")
-    out, lse = of_sequences(of, named, mod_scores=make_mod_scores(call))
+    out, lse = of_sequences(call_problem, named, mod_scores=make_mod_scores(call))
     for b, (queries, keys) in enumerate(rows):
         m, n = queries.stop - queries.start, keys.stop - keys.start
         alone = problem(DIM, DIM, dims=(1, m, n, HEADS, HEADS_KV), dtype="float64", causal=True)
@@ -283,23 +283,23 @@ def test_sequences_of_several_lengths_count_from_their_own_begin(place: str) -> 
         if place == "pages" and b == 0:
             call_of_pages = {**call, "mask_mod": lambda b, h, q, k: striped(b, h, q, k) & (k // 4 != 2)}
             mod_scores = make_mod_scores(call_of_pages, first_batch=b)
-        wanted = flash2.forward(alone, *parts, mod_scores=mod_scores)
-        np.testing.assert_allclose(out[:, queries], wanted[0], rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(lse[:, :, queries], wanted[1], rtol=1e-10, atol=1e-12)
+        expected = flash2.forward(alone, *parts, mod_scores=mod_scores)
+        np.testing.assert_allclose(out[:, queries], expected[0], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(lse[:, :, queries], expected[1], rtol=1e-10, atol=1e-12)
 
 
 def test_gradients_of_packed_sequences_add_up() -> None:
-    of, named, rows = of_lengths("packed")
+    call_problem, named, rows = of_lengths("packed")
     call = {"score_mod": bounded, "bias": normal(1, HEADS, 34, 34), "sinks": SLOPES}
     k_rows, v_rows, mod_scores = named.pop("k_rows"), named.pop("v_rows"), make_mod_scores(call)
-    out, lse = of_sequences(of, named, mod_scores=mod_scores)
+    out, lse = of_sequences(call_problem, named, mod_scores=mod_scores)
     dout, op = normal(*out.shape), VARLEN_OPS["backward"]
     named = {**{name: named[name] for name in "qkv"}, "dout": dout, "out": out, "lse": lse,
              **{name: x for name, x in named.items() if name.startswith("cu_")}}  # fmt: skip
     specs = [None if x.name not in named else NUMPY.spec(x.name, named[x.name] if x.name.startswith("cu_")
              else named[x.name][0]) for x in op.inputs]  # fmt: skip
     sums, total = (ModGradients(mod_scores, np.dtype(np.float64)) for _ in range(2))
-    found = of_sequences(
+    grads = of_sequences(
         Problem.from_specs(op, specs, Options(causal=True)), named, mod_scores=mod_scores, mod_gradients=sums
     )
     for b, (queries, keys) in enumerate(rows):
@@ -307,7 +307,7 @@ def test_gradients_of_packed_sequences_add_up() -> None:
         alone = problem(DIM, DIM, "backward", dims=(1, m, n, HEADS, HEADS_KV), dtype="float64", causal=True)
         parts = named["q"][:, queries], k_rows[None, keys], v_rows[None, keys]
         state = out[:, queries], lse[:, :, queries]
-        wanted = backward(
+        expected = backward(
             alone,
             dout[:, queries],
             *parts,
@@ -315,8 +315,8 @@ def test_gradients_of_packed_sequences_add_up() -> None:
             mod_scores=make_mod_scores(call, first_batch=b),
             mod_gradients=total,
         )
-        for got, want, at in zip(found, wanted, (queries, keys, keys), strict=True):
-            np.testing.assert_allclose(got[:, at], want, rtol=1e-10, atol=1e-12)
+        for got, want, index in zip(grads, expected, (queries, keys, keys), strict=True):
+            np.testing.assert_allclose(got[:, index], want, rtol=1e-10, atol=1e-12)
     both = ([each.sinks, *each.arrays.values()] for each in (sums, total))
     for got, want in zip(*both, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
@@ -327,17 +327,19 @@ def test_cells_that_show_nothing_are_passed_over(by_heads: bool) -> None:
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return (q_idx // 64 == k_idx // 128) & (h * by_heads < 2)
 
-    of = problem(DIM, DIM, dims=(1, 150, 300, HEADS, HEADS_KV), dtype="float32")
+    call_problem = problem(DIM, DIM, dims=(1, 150, 300, HEADS, HEADS_KV), dtype="float32")
     q, k, v = (normal(1, n, heads, DIM).astype("f4") for n, heads in ((150, HEADS), (300, HEADS_KV), (300, HEADS_KV)))
     mod_scores = make_mod_scores({"mask_mod": mask_mod})
     mask_tiles = mask_tiles_of(trace(mask_mod, "mask_mod"), 1, HEADS if by_heads else 1, 150, 300)
     passed = dataclasses.replace(mod_scores, mask_tiles=mask_tiles)
-    sizes, seen = {"block_q": 64, "block_k": 64}, []
-    wanted = flash2.forward(of, q, k, v, mod_scores=mod_scores, **sizes)
-    found = flash2.forward(
-        of, q, k, v, mod_scores=passed, on_tile=lambda block, tile, state: seen.append(tile.begin), **sizes
+    sizes, begins = {"block_q": 64, "block_k": 64}, []
+    expected = flash2.forward(call_problem, q, k, v, mod_scores=mod_scores, **sizes)
+    results = flash2.forward(
+        call_problem, q, k, v, mod_scores=passed, on_tile=lambda block, tile, state: begins.append(tile.begin), **sizes
     )
-    assert all((x == y).all() for x, y in zip(found, wanted, strict=True))
-    assert sorted(seen) == sorted([0, 64, 128, 192, 256] * (1 if by_heads else HEADS_KV))
-    gradients = [backward(of, q, q, k, v, *wanted, mod_scores=each, **sizes) for each in (mod_scores, passed)]
+    assert all((x == y).all() for x, y in zip(results, expected, strict=True))
+    assert sorted(begins) == sorted([0, 64, 128, 192, 256] * (1 if by_heads else HEADS_KV))
+    gradients = [
+        backward(call_problem, q, q, k, v, *expected, mod_scores=each, **sizes) for each in (mod_scores, passed)
+    ]
     assert all((x == y).all() for x, y in zip(*gradients, strict=True))

@@ -38,42 +38,42 @@ HOLES = {
 }
 
 
-def problem_of(given: VarlenArrays, **options: Any) -> Problem:
-    arguments = given.arguments()
+def problem_of(inputs: VarlenArrays, **options: Any) -> Problem:
+    arguments = inputs.arguments()
     specs = []
     for operand in VARLEN_OPS["forward"].inputs:
         x = arguments.get(operand.name)
         specs.append(None if x is None else ArraySpec.contiguous(x.shape, x.dtype.name))
-    return Problem.from_specs(VARLEN_OPS["forward"], specs, Options(**given.sequences.options(), **options))
+    return Problem.from_specs(VARLEN_OPS["forward"], specs, Options(**inputs.sequences.options(), **options))
 
 
 @pytest.mark.parametrize("name", HOLES)
 def test_keys_that_are_there_are_ranges_between_those_that_are_not(name: str) -> None:
-    rows, wanted = HOLES[name]
+    rows, expected = HOLES[name]
     one = One(0, slice(0, 1), (np.array(rows, int), np.arange(len(rows))))
-    assert [(run.start, run.stop) for run in one.runs()] == wanted
+    assert [(run.start, run.stop) for run in one.runs()] == expected
 
 
 @pytest.mark.parametrize("case", [PAGED, USED, replace(PAGED, place_k="cache"), replace(PAGED, place_k="packed")])
 def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
-    given = varlen_arrays(case)
-    found = dict(each(problem_of(given), given.varlen_kwargs))
-    assert sorted(found) == [b for b, count in enumerate(case.queries) if count]
-    for b, one in found.items():
-        queries, keys = given.queries[b], given.keys[b]
+    inputs = varlen_arrays(case)
+    by_number = dict(each(problem_of(inputs), inputs.varlen_kwargs))
+    assert sorted(by_number) == [b for b, count in enumerate(case.queries) if count]
+    for b, one in by_number.items():
+        queries, keys = inputs.queries[b], inputs.keys[b]
         assert np.r_[one.queries].tolist() == queries[1].tolist()
         assert {*np.ravel(one.batch_q).tolist()} >= {*queries[0].tolist()}
         same(one.keys, keys)
 
 
 def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out() -> None:
-    given = varlen_arrays(PAGED)
-    table = given.varlen_kwargs["page_table"].copy()
-    table[0, 1], table[1, 0] = len(given.k), -FAR - 1
-    varlen_kwargs = given.varlen_kwargs | {"page_table": table}
-    found = dict(each(problem_of(given), varlen_kwargs))
-    assert np.flatnonzero(found[0].keys[0] < 0).tolist() == [3, 4, 5]
-    assert np.flatnonzero(found[1].keys[0] < 0).tolist() == [0, 1, 2]
+    inputs = varlen_arrays(PAGED)
+    table = inputs.varlen_kwargs["page_table"].copy()
+    table[0, 1], table[1, 0] = len(inputs.k), -FAR - 1
+    varlen_kwargs = inputs.varlen_kwargs | {"page_table": table}
+    by_number = dict(each(problem_of(inputs), varlen_kwargs))
+    assert np.flatnonzero(by_number[0].keys[0] < 0).tolist() == [3, 4, 5]
+    assert np.flatnonzero(by_number[1].keys[0] < 0).tolist() == [0, 1, 2]
     packed = varlen_arrays(replace(USED, queries=(3, 1, 5)))
     wild = packed.varlen_kwargs | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
     used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
@@ -90,48 +90,48 @@ def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out
 def test_keys_with_holes_are_those_of_a_dense_problem_whose_other_keys_are_hidden(
     mask: dict[str, Any], dtype: str, algorithm: str
 ) -> None:
-    given = varlen_arrays(replace(PAGED, dtype=dtype, **mask)).without_pages(1)
-    check(given, *cuflash.forward(**given.arguments(), algorithm=algorithm, return_lse=True))
+    inputs = varlen_arrays(replace(PAGED, dtype=dtype, **mask)).without_pages(1)
+    check(inputs, *cuflash.forward(**inputs.arguments(), algorithm=algorithm, return_lse=True))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtype: str) -> None:
-    given = varlen_arrays(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
-    assert max(len(one.runs()) for _, one in each(problem_of(given), given.varlen_kwargs)) > 5
-    out, wide = (cuflash.forward(**given.arguments(), out_dtype=name) for name in (None, "float32"))
+    inputs = varlen_arrays(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
+    assert max(len(one.runs()) for _, one in each(problem_of(inputs), inputs.varlen_kwargs)) > 5
+    out, wide = (cuflash.forward(**inputs.arguments(), out_dtype=name) for name in (None, "float32"))
     np.testing.assert_array_equal(out, wide.astype(out.dtype))
-    exact, near = assembled(given)["out"]
+    exact, near = assembled(inputs)["out"]
     oracle.assert_close("out", wide, exact[0], near[0])
     assert np.abs(wide - exact[0]).max() < np.abs(out.astype("f8") - exact[0]).max()
 
 
 def test_rows_that_are_not_used_are_not_even_written() -> None:
-    given = varlen_arrays(USED)
-    named = {name: getattr(given, name) for name in "qkv"} | given.varlen_kwargs
-    out = np.full((*given.q.shape[:3], given.sequences.dims[1]), 7.0, given.q.dtype)
-    results = run(problem_of(given), reference.forward, named, out)
+    inputs = varlen_arrays(USED)
+    named = {name: getattr(inputs, name) for name in "qkv"} | inputs.varlen_kwargs
+    out = np.full((*inputs.q.shape[:3], inputs.sequences.dims[1]), 7.0, inputs.q.dtype)
+    results = run(problem_of(inputs), reference.forward, named, out)
     assert results[0] is out
-    unused = given.unused("q")
+    unused = inputs.unused("q")
     assert (out[unused] == 7.0).all()
     assert (out[~unused] != 7.0).any(axis=(-1, -2)).all()
-    fresh = run(problem_of(given), reference.forward, named, None)
+    fresh = run(problem_of(inputs), reference.forward, named, None)
     np.testing.assert_array_equal(fresh[0][~unused], out[~unused])
     assert not fresh[0][unused].any()
     same([fresh[1]], [results[1]])
 
 
 def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
-    given = varlen_arrays(USED)
-    seen = []
+    inputs = varlen_arrays(USED)
+    shapes = []
 
     def compute(problem: Problem, *arrays: Any) -> Any:
         assert problem.seqlen_info is None
-        seen.append((problem.batch, problem.seqlen_q, problem.seqlen_k, *(x.shape[:2] for x in arrays)))
+        shapes.append((problem.batch, problem.seqlen_q, problem.seqlen_k, *(x.shape[:2] for x in arrays)))
         return reference.forward(problem, *arrays)
 
-    run(problem_of(given), compute, {name: getattr(given, name) for name in "qkv"} | given.varlen_kwargs, None)
-    lengths = zip(given.sequences.queries, given.sequences.keys, strict=True)
-    assert sorted(seen) == sorted((1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n)
+    run(problem_of(inputs), compute, {name: getattr(inputs, name) for name in "qkv"} | inputs.varlen_kwargs, None)
+    lengths = zip(inputs.sequences.queries, inputs.sequences.keys, strict=True)
+    assert sorted(shapes) == sorted((1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n)
 
 
 @pytest.fixture
@@ -139,12 +139,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many dense problems were computed since it was asked last."""
     lengths: list[int] = []
     alone = sequences._alone
-    monkeypatch.setattr(sequences, "_alone", lambda *of: lengths.append(1) or alone(*of))
+    monkeypatch.setattr(sequences, "_alone", lambda *args: lengths.append(1) or alone(*args))
 
     def count() -> int:
-        found = len(lengths)
+        calls = len(lengths)
         lengths.clear()
-        return found
+        return calls
 
     return count
 
@@ -164,8 +164,8 @@ def test_a_million_sequences_without_queries_cost_no_step_of_a_loop(counted: Cal
     same([out, lse], [alone[0], alone_lse[0]])
     same([cuflash.lse(q, k, **varlen_kwargs)], [lse])
     grads = cuflash.backward(out, q, k, v, out, lse, **varlen_kwargs)
-    wanted = cuflash.backward(alone, q[None], k[None, :4], v[None, :4], alone, alone_lse)
-    same([grads[0], *(x[:4] for x in grads[1:])], [x[0] for x in wanted])
+    expected = cuflash.backward(alone, q[None], k[None, :4], v[None, :4], alone, alone_lse)
+    same([grads[0], *(x[:4] for x in grads[1:])], [x[0] for x in expected])
     assert not any(x[4:].any() for x in grads[1:])
     assert counted() == 3  # one in each call
 
@@ -203,8 +203,8 @@ def test_a_million_queries_that_see_nothing_are_one_step_of_a_loop(
         varlen_kwargs |= {"cu_seqlens_q": BOUNDS, "max_seqlen_q": 1}
     else:
         q = q[:, None]
-    k, kept = varlen_kwargs.pop("k"), np.full_like(q, 7.0)
-    out, lse = cuflash.forward(q, k, k, return_lse=True, out=kept, **varlen_kwargs)
+    k, target = varlen_kwargs.pop("k"), np.full_like(q, 7.0)
+    out, lse = cuflash.forward(q, k, k, return_lse=True, out=target, **varlen_kwargs)
     assert counted() == steps
     of_lse = lse.T if packed else lse[..., 0]
     assert not out[: MANY + 1 - steps].any()

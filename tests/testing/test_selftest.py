@@ -41,9 +41,9 @@ def first_of(kind: type, asked: Any = lambda trial: True) -> int:
 def asks_for_much(trial: Any) -> bool:
     if isinstance(trial, Append):
         return trial.arguments["new"] == 5 and trial.arguments["place"] == "rows"
-    of = trial.sequences if isinstance(trial, Several) else trial.case
-    lengths = (*of.queries, *of.keys) if isinstance(trial, Several) else (of.seqlen_q, of.seqlen_k)
-    return min(lengths, default=0) > 32 and of.window_size == (-1, -1) and of.diagonal_offset is None
+    problem = trial.problem if isinstance(trial, Several) else trial.case
+    lengths = (*problem.queries, *problem.keys) if isinstance(trial, Several) else (problem.seqlen_q, problem.seqlen_k)
+    return min(lengths, default=0) > 32 and problem.window_size == (-1, -1) and problem.diagonal_offset is None
 
 
 def selftest(*arguments: str) -> int:
@@ -83,7 +83,7 @@ def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
     assert {name for trial in dense for name in trial.layouts} == set(layouts.LAYOUTS)
     assert {trial.forward["algorithm"] for trial in dense} == {"flash1", "flash2", "flashd", "standard"}
     assert {trial.case.dtype for trial in dense} == {"float16", "bfloat16", "float32"}
-    places = {trial.sequences.place_k for trial in trials if isinstance(trial, Several)}
+    places = {trial.problem.place_k for trial in trials if isinstance(trial, Several)}
     assert places == {"packed", "rectangle", "cache", "paged"}
     names = {name for trial in trials if isinstance(trial, ModDense | ModVarlen) for name in trial.names}
     assert {"alibi", "causal_document", "sinks", "dropout", "bias bhqk"} <= names
@@ -117,7 +117,7 @@ FEATURES: dict[str, tuple[tuple[type, ...], Any]] = {
 
 
 def dims_of(trial: Any) -> tuple[int, int]:
-    return trial.sequences.dims if isinstance(trial, Several) else (trial.case.head_dim, trial.case.head_dim_v)
+    return trial.problem.dims if isinstance(trial, Several) else (trial.case.head_dim, trial.case.head_dim_v)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -197,9 +197,9 @@ def is_given_all(trial: Any) -> bool:
 
 
 def of_other_cells(mask_mod: Any, *sizes: int, **more: Any) -> Any:
-    made = BLOCK_MASK(mask_mod, *sizes, **more)
-    made.cells[...] = 0
-    return made
+    block_mask = BLOCK_MASK(mask_mod, *sizes, **more)
+    block_mask.cells[...] = 0
+    return block_mask
 
 
 @pytest.mark.parametrize(
@@ -310,16 +310,16 @@ class Memory:
         return self.current
 
 
-@pytest.mark.parametrize("at", [-1, -GUARD, 100, 100 + GUARD - 1])
-def test_memory_beside_an_array_is_looked_at(at: int) -> None:
+@pytest.mark.parametrize("offset", [-1, -GUARD, 100, 100 + GUARD - 1])
+def test_memory_beside_an_array_is_looked_at(offset: int) -> None:
     memory = GuardedMemory(Memory())
     arrays = [memory._allocate(100) for _ in range(3)]
     assert all((array.memory[:100] == FILL).all() for array in arrays)
     arrays[1].memory[:100] = 5
     memory.check()
-    whole, _ = memory._given[1]
-    whole.memory[GUARD + at] = 0
-    with pytest.raises(MismatchError, match=f"wrote {'before' if at < 0 else 'behind'} an array of 100 bytes"):
+    whole, _ = memory._allocations[1]
+    whole.memory[GUARD + offset] = 0
+    with pytest.raises(MismatchError, match=f"wrote {'before' if offset < 0 else 'behind'} an array of 100 bytes"):
         memory.check()
     memory.forget()
     memory.check()

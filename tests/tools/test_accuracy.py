@@ -35,9 +35,9 @@ def test_what_is_exact_is_what_the_oracle_says(case: Case) -> None:
     np.testing.assert_allclose(
         accuracy.out(ARRAYS, case, (q, k, v))["out"], oracle.attention64(case, q, k, v)[0], atol=1e-13
     )
-    found = accuracy.gradients(ARRAYS, case, (q, k, v, dout))
-    for (name, got), wanted in zip(found.items(), oracle.gradients64(case, dout, q, k, v), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-12, err_msg=name)
+    grads = accuracy.gradients(ARRAYS, case, (q, k, v, dout))
+    for (name, got), expected in zip(grads.items(), oracle.gradients64(case, dout, q, k, v), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-12, err_msg=name)
 
 
 def contenders(op: str, factor: float) -> list[peers.Contender]:
@@ -143,7 +143,7 @@ def test_what_is_no_file_of_errors_is_told(tmp_path: Path, capsys: pytest.Captur
 def test_more_is_allowed_only_where_the_largest_weight_is_not_exact(
     op: str, dtype: str, size: float, peer: str, allowed: float
 ) -> None:
-    setting = Setting.from_facts(64, 1, 64, dtype, True, size)
+    setting = Setting.one_sequence(64, 1, 64, dtype, True, size)
     for factor, is_bad in ((0.99, False), (1.01, True)):
         errors = ("ours", factor * allowed), (peer, 1.0)
         rows = [Errors(op, setting, name, name == "ours", {"out": error}) for name, error in errors]
@@ -164,7 +164,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_measured(
 
 
 def test_the_problems_are_those_that_the_arrays_can_do() -> None:
-    found = list(accuracy.settings(ARRAYS, quick=False))
-    assert {x.case.dtype for x in found} == {"float32"}
-    assert max(x.case.seqlen_k for x in found) == 512
-    assert {x.size for x in found} == set(accuracy.SIZES)
+    settings = list(accuracy.settings(ARRAYS, quick=False))
+    assert {x.case.dtype for x in settings} == {"float32"}
+    assert max(x.case.seqlen_k for x in settings) == 512
+    assert {x.size for x in settings} == set(accuracy.SIZES)

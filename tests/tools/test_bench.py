@@ -154,17 +154,17 @@ def test_the_command_measures_the_ops_asked_for(
     monkeypatch.setattr(run, "find", lambda: (ARRAYS, "asked for"))
     asked = [] if ops is None else ["--ops", ops]
     assert main(["bench", "quick", "--seqlens", "64", "--json", str(tmp_path / "found.json"), *asked]) == 0
-    wanted = list(OPS) if ops is None else [ops]
+    expected = list(OPS) if ops is None else [ops]
     content = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert content["command"].startswith("cuflash bench quick --seqlens 64 --json ")
-    found = content["rows"]
-    assert list(dict.fromkeys(row["op"] for row in found)) == wanted
-    assert {row["causal"] for row in found} == {True}
-    assert {row["kernel"] for row in found if row["ours"]} == {f"reference_{op}_flash2" for op in wanted}
-    assert all(row["seconds"] > 0 for row in found)
+    rows = content["rows"]
+    assert list(dict.fromkeys(row["op"] for row in rows)) == expected
+    assert {row["causal"] for row in rows} == {True}
+    assert {row["kernel"] for row in rows if row["ours"]} == {f"reference_{op}_flash2" for op in expected}
+    assert all(row["seconds"] > 0 for row in rows)
     printed = capsys.readouterr().out
     for op in OPS:
-        assert (f"\n{op}, float32, numpy arrays" in printed) == (op in wanted)
+        assert (f"\n{op}, float32, numpy arrays" in printed) == (op in expected)
 
 
 def test_an_op_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

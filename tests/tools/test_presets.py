@@ -37,10 +37,10 @@ class OnGpu(NumpyArrays):
 @pytest.mark.parametrize("arrays", [ARRAYS, OnGpu()], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("preset", presets.PRESETS)
 def test_problems_have_names_of_their_own_and_are_legal(preset: str, arrays: NumpyArrays) -> None:
-    found = presets.PRESETS[preset].make(arrays, ASKED)
-    assert len({(x.op, x.case.name) for x in found}) == len(found)
-    assert all(x.case.problem(x.op).flops > 0 for x in found)
-    for x in found:
+    problems = presets.PRESETS[preset].make(arrays, ASKED)
+    assert len({(x.op, x.case.name) for x in problems}) == len(problems)
+    assert all(x.case.problem(x.op).flops > 0 for x in problems)
+    for x in problems:
         assert x.case.dtype in ({"bfloat16", "float32"} if arrays.on_gpu else {"float32"})
 
 
@@ -65,8 +65,8 @@ def test_samples_of_groups_caps_and_windows_are_exact(case: Case) -> None:
     exact |= zip(("dq", "dk", "dv"), oracle.gradients64(case, dout, q, k, v), strict=True)
     samples = check.sample(ARRAYS, "forward", case, (q, k, v)) + check.sample(ARRAYS, "backward", case, (q, k, v, dout))
     places = {(sample.output, sample.batch, sample.head) for sample in samples}
-    assert places == {(x, *at) for x in ("out", "dq") for at in ((0, 0), (1, 3))} | {
-        (x, *at) for x in ("dk", "dv") for at in ((0, 0), (1, 1))
+    assert places == {(x, *place) for x in ("out", "dq") for place in ((0, 0), (1, 3))} | {
+        (x, *place) for x in ("dk", "dv") for place in ((0, 0), (1, 1))
     }
     for output, batch, head, rows, values in samples:
         oracle.assert_units(output, values, exact[output][batch, rows, head], oracle.ULPS["float64"])
@@ -120,10 +120,10 @@ def test_flex_attention_gets_the_same_functions(case: Case) -> None:
     s = s if score_mod is None else score_mod(s, 0, 0, rows[:, None], keys)
     s = np.where(np.broadcast_to(mask_mod(0, 0, rows[:, None], keys), s.shape), s, -np.inf)
     p = np.exp(s - s.max(1, keepdims=True))
-    found, _, part = exact.weights(0, q[0, :, 0], k[0, :, 0], rows)
-    wanted = (p / p.sum(1, keepdims=True))[:, part]
-    np.testing.assert_allclose(wanted, found, atol=1e-12)
-    np.testing.assert_allclose(wanted.sum(1), 1.0)
+    weights, _, part = exact.weights(0, q[0, :, 0], k[0, :, 0], rows)
+    expected = (p / p.sum(1, keepdims=True))[:, part]
+    np.testing.assert_allclose(expected, weights, atol=1e-12)
+    np.testing.assert_allclose(expected.sum(1), 1.0)
 
 
 def test_a_peer_says_what_it_has_not() -> None:
@@ -155,8 +155,8 @@ def test_times_in_graphs_are_of_those_that_can_be_captured() -> None:
     prepared = {"good": lambda: measure.Run([partial(calls.append, 1)], peers.nullcontext), "bad": refused}
     about = {"good": measure.Seconds(1.3e-4, 0.0), "bad": measure.Seconds(9e-4, 0.0)}
     arrays: Any = Arrays()
-    found, reasons = measure.seconds_in_graphs(arrays, prepared, about, rounds=3)
-    assert found == {"good": (1.5e-3, 0.0)}  # two calls in a graph
+    seconds, reasons = measure.seconds_in_graphs(arrays, prepared, about, rounds=3)
+    assert seconds == {"good": (1.5e-3, 0.0)}  # two calls in a graph
     assert calls == [1, 1]
     assert reasons == {"bad": "no capture"}
     assert events
@@ -175,8 +175,8 @@ def test_of_a_turn_on_a_gpu_the_second_half_counts(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(measure, "TURN_SECONDS", 4e-3)
     prepared = {name: partial(measure.Run, [partial(taken.append, name)], peers.nullcontext) for name in "ab"}
-    found, reasons = measure.seconds_per_call(Arrays(), prepared, rounds=3)
-    assert found == {name: (1e-3, 0.0) for name in "ab"}
+    by_name, reasons = measure.seconds_per_call(Arrays(), prepared, rounds=3)
+    assert by_name == {name: (1e-3, 0.0) for name in "ab"}
     assert reasons == {}
 
 
@@ -233,7 +233,7 @@ def test_each_preset_is_measured_drawn_and_compared(
 ) -> None:
     pytest.importorskip("matplotlib")
     real = presets.PRESETS[preset]
-    small = real._replace(make=lambda *given: [x for x in real.make(*given) if x.case.seqlen_k <= 512][:4])
+    small = real._replace(make=lambda *args: [x for x in real.make(*args) if x.case.seqlen_k <= 512][:4])
     monkeypatch.setitem(presets.PRESETS, preset, small)
     written = tmp_path / "found.json"
     more = ["--seqlens", "64"] if preset in presets.GRIDS else []
@@ -292,14 +292,14 @@ def test_files_that_the_benchmark_did_not_write_are_told(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("facts", "wanted"),
+    ("facts", "expected"),
     [({"MemoryClockRate": 2_619_000, "GlobalMemoryBusWidth": 5120}, pytest.approx(3.352e12, rel=1e-3)), ({}, None)],
     ids=["H100", "not known"],
 )
-def test_the_bandwidth_is_that_of_the_memory_bus(facts: dict[str, int], wanted: Any) -> None:
+def test_the_bandwidth_is_that_of_the_memory_bus(facts: dict[str, int], expected: Any) -> None:
     arrays: Any = object.__new__(CupyArrays)
     arrays.cupy = Namespace(cuda=Namespace(Device=lambda ordinal: Namespace(attributes=facts)))
-    assert arrays.bandwidth() == wanted
+    assert arrays.bandwidth() == expected
     assert ARRAYS.bandwidth() is None
 
 
@@ -307,12 +307,12 @@ def test_first_calls_of_peers_are_timed_after_their_forward(monkeypatch: pytest.
     of_peers = peers.ours("forward", ARRAYS, ("flash2",)) + peers.ours("backward", ARRAYS, ())
     broken = replace(of_peers[0], name="broken", prepare=lambda inputs, case: 1 / 0)
     monkeypatch.setattr(peers, "find", lambda arrays: ([*of_peers, broken], {}))
-    found = startup.first_calls_of_peers(ARRAYS, ("forward", "backward"))
-    assert {op: list(of_op) for op, of_op in found.items()} == {
+    timings = startup.first_calls_of_peers(ARRAYS, ("forward", "backward"))
+    assert {op: list(of_op) for op, of_op in timings.items()} == {
         "forward": ["cuflash flash2"],
         "backward": ["cuflash backward"],
     }
-    assert all(seconds > 0 for of_op in found.values() for seconds in of_op.values())
+    assert all(seconds > 0 for of_op in timings.values() for seconds in of_op.values())
     assert startup.first_calls_of_peers(ARRAYS, ("forward",)).keys() == {"forward"}
 
 

@@ -38,14 +38,14 @@ SMALL = ("--ops", "forward,lse", "--dtypes", "float16", "--head-dims", "32", "--
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     """What was handed to the compiler, which is fast here and refuses nothing."""
-    seen: list[Variant] = []
+    variants: list[Variant] = []
 
     def compile_variant(variant: Variant) -> tuple[bytes, str]:
-        seen.append(variant)
+        variants.append(variant)
         return b"\x7fELF", ""
 
     monkeypatch.setattr(compiler, "compile_variant", compile_variant)
-    return seen
+    return variants
 
 
 def run(*arguments: str) -> int:
@@ -57,12 +57,12 @@ def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
 
     Of forward also those of few queries, which share keys.
     """
-    found: set[Variant] = set()
+    variants: set[Variant] = set()
     for op, dtype, head_dim, head_dim_v, arch in cases:
         if op not in OPS or (op == "backward" and more.get("out_dtype")):  # which `cuflash.plan` does not know
-            made = plan_of(op, dtype, head_dim, head_dim_v, DEVICES[arch], **more)
-            assert made is not None
-            found |= {launch.variant for launch in made.launches}
+            plan = plan_of(op, dtype, head_dim, head_dim_v, DEVICES[arch], **more)
+            assert plan is not None
+            variants |= {launch.variant for launch in plan.launches}
             continue
         for (batch, heads, heads_kv), length, causal in product(SHAPES, LENGTHS, (False, True)):
             few = product((1, 3), (0, 2)) if op == "forward" else ()
@@ -72,22 +72,23 @@ def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
                 options = more | {"causal": causal} | ({"num_splits": splits} if splits else {})
                 if op == "backward":
                     options.pop("out_dtype", None)  # None
-                found |= {x.variant for x in cuflash.plan(*shapes, op=op, dtype=dtype, device=arch, **options).launches}
-    return found
+                launches = cuflash.plan(*shapes, op=op, dtype=dtype, device=arch, **options).launches
+                variants |= {launch.variant for launch in launches}
+    return variants
 
 
 def test_kernels_are_compiled_once_and_found_from_then_on(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = launched(*((op, "float16", 32, 32, "sm_80") for op in ("forward", "lse")))
+    expected = launched(*((op, "float16", 32, 32, "sm_80") for op in ("forward", "lse")))
     assert run(*SMALL) == 0
     out, err = capsys.readouterr()
     assert out.startswith("3 kernels for sm_80: 3 compiled in ")
     assert out.endswith(f" s; {cache_dir}\n")
     assert sorted(line.split()[:4] for line in err.splitlines()) == sorted(
-        ["compiled", variant.name, "for", "sm_80"] for variant in wanted
+        ["compiled", variant.name, "for", "sm_80"] for variant in expected
     )
-    assert {compiler._file_name(variant) for variant in wanted} == {path.name for path in cache_dir.iterdir()}
+    assert {compiler._file_name(variant) for variant in expected} == {path.name for path in cache_dir.iterdir()}
 
     monkeypatch.setattr(compiler, "compile_variant", None)
     assert run(*SMALL) == 0
@@ -141,10 +142,10 @@ def test_softcap_adds_the_kernels_of_capped_scores_where_there_are_any(compiled:
 def test_algorithms_and_out_dtype_are_those_of_a_call(compiled: list[Variant]) -> None:
     assert run(*SMALL, "--algorithms", "flash2,flashd", "--out-dtype", "float32") == 0
     case = "float16", 32, 32, "sm_80"
-    wanted = launched(("lse", *case))
+    expected = launched(("lse", *case))
     for algorithm in ("flash2", "flashd"):
-        wanted |= launched(("forward", *case), algorithm=algorithm, out_dtype="float32")
-    assert set(compiled) == wanted
+        expected |= launched(("forward", *case), algorithm=algorithm, out_dtype="float32")
+    assert set(compiled) == expected
     assert len(compiled) == 4
 
 
@@ -152,14 +153,14 @@ def test_algorithms_and_out_dtype_are_those_of_a_call(compiled: list[Variant]) -
 def test_all_kernels_of_backward_are_compiled_and_deterministic_adds_to_it_alone(
     compiled: list[Variant], out_dtype: str | None
 ) -> None:
-    case, given = ("float16", 64, 64, "sm_80"), {"out_dtype": out_dtype}
-    wanted = launched(("forward", *case), **given)
+    case, options = ("float16", 64, 64, "sm_80"), {"out_dtype": out_dtype}
+    expected = launched(("forward", *case), **options)
     more = "--ops", "forward,backward", "--head-dims", "64", *(() if out_dtype is None else ("--out-dtype", out_dtype))
     for deterministic in (False, True):
         assert run(*SMALL, *more, *(("--deterministic",) if deterministic else ())) == 0
-        wanted |= launched(("backward", *case), deterministic=deterministic, **given)
-        assert set(compiled) == wanted
-    assert len(compiled) == len(wanted) == 7  # two of forward, one delta, and two kernels for each
+        expected |= launched(("backward", *case), deterministic=deterministic, **options)
+        assert set(compiled) == expected
+    assert len(compiled) == len(expected) == 7  # two of forward, one delta, and two kernels for each
 
 
 def test_what_has_no_kernel_is_one_line_and_the_rest_goes_on(
@@ -309,18 +310,18 @@ def test_as_many_are_compiled_at_once_as_asked_for(jobs: int, monkeypatch: pytes
 
 
 def test_an_interrupt_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    variants = []
 
     def compile_variant(variant: Variant) -> tuple[bytes, str]:
-        seen.append(variant)
-        if len(seen) == 1:
+        variants.append(variant)
+        if len(variants) == 1:
             raise KeyboardInterrupt
         time.sleep(0.3)
         return b"\x7fELF", ""
 
     monkeypatch.setattr(compiler, "compile_variant", compile_variant)
     assert run(*SMALL, "--head-dims", "32,64,96,128", "--jobs", "1") == INTERRUPTED  # of twelve kernels
-    assert len(seen) < 4
+    assert len(variants) < 4
 
 
 class Terminal(io.StringIO):

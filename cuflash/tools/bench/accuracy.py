@@ -105,7 +105,7 @@ def settings(arrays: NumpyArrays, quick: bool) -> Iterator[Setting]:
 
 def _setting(seqlen: int, head_dim: int, dtype: str, causal: bool, size: float) -> Setting:
     heads = min(MOST_HEADS, max(1, TOKENS // seqlen))
-    return Setting.from_facts(seqlen, heads, head_dim, dtype, causal, size)
+    return Setting.one_sequence(seqlen, heads, head_dim, dtype, causal, size)
 
 
 def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[peers.Contender]) -> list[Errors]:

@@ -105,7 +105,7 @@ class Setting:
     size: float
 
     @classmethod
-    def from_facts(cls, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool, size: float) -> Setting:
+    def one_sequence(cls, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool, size: float) -> Setting:
         """One sequence."""
         name = f"{dtype} d{head_dim} {'causal' if causal else 'full'} seqlen {seqlen} scores of {size:g}"
         return cls(Case(name, 1, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal), size)
@@ -126,7 +126,7 @@ class Errors:
     @classmethod
     def of_facts(cls, facts: dict[str, Any]) -> Errors:
         """Results of `facts`."""
-        setting = Setting.from_facts(
+        setting = Setting.one_sequence(
             *(facts[name] for name in ("seqlen", "heads", "head_dim", "dtype", "causal", "scores"))
         )
         return cls(facts["op"], setting, *(facts[name] for name in ("contender", "ours", "rms", "largest", "note")))
