@@ -29,11 +29,8 @@ def append_kv(problem: Problem, named: Named) -> list[Array]:
     Lengths and places are not trusted, here as on a GPU: a length is clamped to the capacity, and what has no place in
     the cache is not written. Rows of q that belong to no sequence become 0.
     """
-    k_cache, v_cache, k, v, q = (named.get(name) for name in ("k_cache", "v_cache", "k", "v", "q"))
-    assert k_cache is not None
-    assert v_cache is not None
-    assert k is not None
-    assert v is not None
+    k_cache, v_cache, k, v = (named[name] for name in ("k_cache", "v_cache", "k", "v"))
+    q = named.get("q")
     page_size, table = k_cache.shape[1], named.get("page_table")
     capacity = page_size * (1 if table is None else table.shape[1])
     out = None if q is None else np.zeros(q.shape, q.dtype)

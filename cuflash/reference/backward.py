@@ -52,8 +52,7 @@ def backward(
                 delta = (dout_rows * block.fold(out, dtype)).sum(axis=1)
                 if dlse is not None:
                     delta -= block.fold_lse(dlse, dtype)
-                are_finite = bool(np.isfinite(delta).all() and np.isfinite(block.q).all())
-                are_finite = are_finite and not bool(np.isnan(lse_rows).any())
+                are_finite = all(np.isfinite(x).all() for x in (delta, block.q)) and not np.isnan(lse_rows).any()
                 dq_rows = np.zeros_like(block.q)
                 for tile in key_tiles(problem, block, k, v, block_k, mod_scores, are_finite):
                     keys, masked = slice(tile.begin, tile.end), tile.masked

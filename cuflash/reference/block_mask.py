@@ -1,8 +1,7 @@
 """Block masks: which mask tiles of 64 queries x 64 keys a mask_mod shows nothing of, shows in part, or shows whole.
 
 Attention passes over the first, and asks the mask_mod of single scores in the second alone. A mask tile has only the
-queries
-and keys that a sequence has: one at the end of a sequence is whole if all that there are in it are seen.
+queries and keys that a sequence has: one at the end of a sequence is whole if all that there are in it are seen.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def mask_tiles_of(
 
 
 def _by_mask_tiles(join: np.ufunc, visible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """What `join` makes of each mask tile of (queries, keys)."""
+    """Joins the elements of each mask tile of (queries, keys)."""
     if 0 in visible.shape:
         return np.zeros([-(-length // MASK_TILE) for length in visible.shape], bool)
     for axis, length in enumerate(visible.shape):

@@ -10,6 +10,7 @@ Then one counter serves 8 of its weights, and not 2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,17 +40,21 @@ def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any
 
 
 def is_kept(seed: int, dropout_p: float, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    """Whether weights stay, for indices that are broadcast together."""
+    """Returns which weights stay, for indices that are broadcast together."""
     b, h, q_idx, k_idx = np.broadcast_arrays(b, h, q_idx, k_idx)
     words = philox(seed, (4 * (k_idx // 32) + k_idx % 8 // 2, q_idx, h, b))
     bits = np.choose(k_idx // 8 % 4, words) >> (16 * (k_idx % 2)).astype(np.uint32) & np.uint32(SHARES - 1)
     return bits < share_kept(dropout_p)
 
 
+def scales_at(places: Mapping[str, Any], seed: int, dropout_p: float, dtype: Any) -> Any:
+    """The factors of weights at these places: 0, or 1 / (share that is kept)."""
+    keep = is_kept(seed, dropout_p, *(places[name] for name in ("b", "h", "q_idx", "k_idx")))
+    return np.where(keep, SHARES / share_kept(dropout_p), 0).astype(dtype)
+
+
 def seed_of(array: Any) -> int:
     """The seed that an array holds: one integer of 64 bits, or two of 32 bits, of which the first is the low one."""
     words = np.atleast_1d(array).tolist()
-    if array.dtype.itemsize == 8:
-        return int(words[0]) & (1 << 64) - 1
-    low, high = (int(word) & (1 << 32) - 1 for word in words)
-    return low | high << 32
+    bits = 8 * array.dtype.itemsize
+    return sum((int(word) & (1 << bits) - 1) << bits * place for place, word in enumerate(words))

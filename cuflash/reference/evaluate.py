@@ -29,9 +29,8 @@ def evaluate(
         for each in post_order(roots):
             below = [values[argument] for argument in each.arguments]
             kind: Any = float_type if each.type == Type.FLOAT32 else each.type.numpy
-            value: Any
             if each.op == "constant":
-                value = kind(each.value)
+                value: Any = kind(each.value)
             elif each.op == "input":
                 value = np.asarray(inputs[each.value])
             elif each.op == "cast":
@@ -52,5 +51,5 @@ def _load(array: Any, indices: list[Any]) -> Any:
 
 
 def place_of(index: Any, length: int) -> Any:
-    """Where a load with this index finds its element on an axis."""
+    """The place on an axis from which a load with this index reads."""
     return np.clip(np.where(index < 0, index + length, index), 0, max(length - 1, 0))

@@ -17,8 +17,7 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, A
     is). `out` has the outs' dtype. A state with lse = -inf saw no keys and adds nothing; out is 0 if none saw any.
     """
     dtype = np.result_type(np.float32, *(x.dtype for x in (*outs, *lses) if x.dtype == np.float64))
-    batch, heads, seqlen_q = lses[0].shape
-    rows = (batch, seqlen_q, heads)
+    rows = outs[0].shape[:3]
     state = State(np.full(rows, -np.inf, dtype), np.zeros(rows, dtype), np.zeros(outs[0].shape, dtype))
     with np.errstate(all="ignore"):
         for out, lse in zip(outs, lses, strict=True):

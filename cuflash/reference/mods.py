@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from ..mods.graph.derivative import differentiate
 from ..mods.graph.graph import Node
 from ..mods.graph.operations import Type
-from ..problem.dropout import SHARES, share_kept
 from ..problem.mod_spec import LEAST_SCORE, SCORE, ModSpec
 from ..problem.problem import Problem
 from . import dropout
@@ -38,7 +37,7 @@ Places = Mapping[str, Any]
 
 
 class ModTile(NamedTuple):
-    """What is known of the scores of a tile, (queries, group, keys): those before they change, and what dropout keeps.
+    """The scores of a tile, (queries, group, keys), before mods change them, and what dropout keeps.
 
     mod_scores: what changed them. scales: what the weights are multiplied by, None for 1.
     """
@@ -69,7 +68,7 @@ class ModTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModScores:
-    """What a call changes in scores and weights, with all arrays as NumPy's.
+    """The mods of a call, which change scores and weights, with all arrays as NumPy's.
 
     score, mask: those of `ModSpec`, which load from `arrays`. sinks: (heads_q,). mask_tiles: those of a block mask, as
     `block_mask.mask_tiles_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch
@@ -91,7 +90,7 @@ class ModScores:
 
     @classmethod
     def from_spec(cls, mod_spec: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
-        """What a call changes, with its arrays by the names of its operands."""
+        """Returns the mods of a call, with its arrays by the names of its operands."""
         arrays = [named[each.name] for each in mod_spec.arrays]
         seed = dropout.seed_of(named["dropout_seed"]) if mod_spec.drops else 0
         share = dropout_p if mod_spec.drops else 0.0
@@ -99,7 +98,7 @@ class ModScores:
 
     @property
     def derivatives(self) -> dict[Node, Node]:
-        """Those of the score by the one that was, and by each load."""
+        """The derivatives of the score by the raw score, and by each load."""
         return {} if self.score is None else _derivatives(self.score)
 
     def values(self, roots: Sequence[Node], places: Places, score: Array) -> list[Any]:
@@ -118,7 +117,7 @@ class ModScores:
         }
 
     def sees_none(self, batch_idx: int, heads: slice, queries: slice, keys: slice) -> bool:
-        """Whether these queries see none of these keys, as far as the mask tiles tell."""
+        """Returns whether these queries see none of these keys, as far as the mask tiles tell."""
         if self.mask_tiles is None:
             return False
         b = self.first_batch + batch_idx if self.mask_tiles.shape[0] > 1 else 0
@@ -136,16 +135,9 @@ class ModScores:
             visible = self.values([self.mask], places, raw)[0]
             np.copyto(s, -np.inf, where=~np.broadcast_to(visible, s.shape))
         np.copyto(s, -np.inf, where=s <= LEAST_SCORE)
-        return ModTile(self, places, raw, self._dropout_scales(places, s))
-
-    def _dropout_scales(self, places: Places, s: Array) -> Array | None:
-        if not self.dropout_p:
-            return None
-        indices = (places[name] for name in ("b", "h", "q_idx", "k_idx"))
-        share = share_kept(self.dropout_p) / SHARES
-        stay = dropout.is_kept(self.dropout_seed, self.dropout_p, *indices)
-        scales: Array = np.where(stay, s.dtype.type(1 / share), s.dtype.type(0))
-        return scales
+        drops = self.dropout_p > 0
+        scales = dropout.scales_at(places, self.dropout_seed, self.dropout_p, s.dtype) if drops else None
+        return ModTile(self, places, raw, scales)
 
     def with_sinks(self, heads: slice, o: Array, lse: Array) -> tuple[Array, Array]:
         """The state of rows, o (rows, head_dim_v) and lse (rows,), with sinks. Heads of one query follow each other."""

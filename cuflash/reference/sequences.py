@@ -25,7 +25,7 @@ Results = Sequence[Array]
 
 
 class Rows(NamedTuple):
-    """Where the rows of each sequence lie: in which row of the first axis, from which of the second on, and how many.
+    """The rows of each sequence: in which row of the first axis, from which of the second on, and how many.
 
     Of rows in pages, `first` has the pages of a sequence, (batch, max_pages). -1 is a row or page that is not there.
     """
@@ -47,8 +47,9 @@ class One(NamedTuple):
 
     @property
     def num_queries(self) -> int:
-        """How many queries there are."""
-        return _length(self.queries) if isinstance(self.queries, slice) else len(self.queries)
+        """The number of queries."""
+        rows = self.queries
+        return int(rows.stop - rows.start) if isinstance(rows, slice) else len(rows)
 
     def place(self, operand: Operand, keys: slice = slice(None)) -> tuple[Any, ...]:
         """The index of the sequence's part of an operand as `_rows_first` has it, or of some of its keys."""
@@ -74,8 +75,8 @@ def run(
     """The results of a problem of several lengths, with all of their axes.
 
     compute: the dense function of the op. named: the inputs that are there. out: an array for the first result, where
-    rows of no sequence, and those that are not used, are left alone; in new arrays they are 0, and -inf in lse. own and
-    mod_gradients: as in the dense functions.
+    rows of no sequence, and those that are not used, are left alone; in new arrays they are 0, and -inf in lse.
+    mod_scores and mod_gradients: as in the dense functions.
     """
     assert problem.seqlen_info is not None
     op = problem.op
@@ -91,7 +92,7 @@ def run(
                 _rows_first(operand, _rows_first(operand, named[operand.name])[one.place(operand, keys)][None])
                 for operand in arrays
             ]
-            more: dict[str, Any] = {}
+            more: dict[str, Any] = {} if mod_gradients is None else {"mod_gradients": mod_gradients}
             if mod_scores is not None:
                 more["mod_scores"] = replace(
                     mod_scores,
@@ -101,8 +102,6 @@ def run(
                     seqlen_q=mask.seqlen_q,
                     seqlen_k=mask.seqlen_k,
                 )
-            if mod_gradients is not None:
-                more["mod_gradients"] = mod_gradients
             per_sequence.append(compute(_alone(problem, mask, keys, len(runs) > 1), *parts, **more))
         merged = _merged(per_sequence)
         if mod_scores is not None and mod_scores.sinks is not None and len(runs) > 1:
@@ -139,18 +138,14 @@ def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
 def lengths_of(problem: Problem, named: Named) -> list[tuple[int, int]]:
     """The used queries and keys of each sequence of a problem without q and k, as a block mask is."""
     assert problem.seqlen_info is not None
-    pairs = [
-        _used(side, rows_of(side, problem.batch, rows, named), most, named).counts.tolist()
-        for side, rows, most in (
-            ("q", problem.seqlen_info.rows_q, problem.seqlen_q),
-            ("k", problem.seqlen_info.rows_k, problem.seqlen_k),
-        )
-    ]
-    return list(zip(*pairs, strict=True))
+    info, batch = problem.seqlen_info, problem.batch
+    queries = _used("q", rows_of("q", batch, info.rows_q, named), problem.seqlen_q, named)
+    keys = _used("k", rows_of("k", batch, info.rows_k, named), problem.seqlen_k, named)
+    return list(zip(queries.counts.tolist(), keys.counts.tolist(), strict=True))
 
 
 def rows_of(side: str, batch: int, rows: int, named: Named) -> Rows:
-    """Where the queries ("q") or the keys ("k") of all sequences lie, used or not; rows: those of the second axis."""
+    """The rows of the queries ("q") or the keys ("k") of all sequences, used or not; rows: those of the second axis."""
     if (bounds := named.get(f"cu_seqlens_{side}")) is None:
         return Rows(np.arange(batch), np.zeros(batch, np.int64), np.full(batch, rows))
     bounds = np.clip(bounds.astype(np.int64), 0, rows)
@@ -158,7 +153,7 @@ def rows_of(side: str, batch: int, rows: int, named: Named) -> Rows:
 
 
 def _used(side: str, rows: Rows, most: int, named: Named) -> Rows:
-    """Those of the rows that are used, of which a sequence has at most `most`."""
+    """Cuts rows to those that are used, of which a sequence has at most `most`."""
     counts, used = np.minimum(rows.counts, most), named.get(f"seqused_{side}")
     return rows._replace(counts=counts if used is None else np.clip(used.astype(np.int64), 0, counts))
 
@@ -175,7 +170,7 @@ def _keys(problem: Problem, named: Named) -> Rows:
 
 
 def _sees(problem: Problem, queries: Rows, keys: Rows) -> Array:
-    """Which sequences have a query that may see a key: one that is not hidden, and some of the places are there."""
+    """Returns which sequences have a query that may see a key: one that is not hidden, in a place that is there."""
     assert problem.seqlen_info is not None
     # why by distinct lengths: there may be a million sequences, but sequences of the same lengths have the same mask.
     most = problem.seqlen_k + 1
@@ -196,13 +191,9 @@ def _keys_of(b: int, problem: Problem, keys: Rows) -> tuple[Array, Array]:
     return np.full(len(numbers), keys.first[b]), keys.begins[b] + numbers
 
 
-def _length(rows: slice) -> int:
-    return int(rows.stop - rows.start)
-
-
 def _alone(problem: Problem, mask: Mask, keys: slice, is_merged: bool) -> Problem:
     """The dense problem of some keys of one sequence. Results that are to be merged are kept in float32 until then."""
-    count, options = _length(keys), problem.options
+    count, options = keys.stop - keys.start, problem.options
     if count != mask.seqlen_k:
         mask = Mask(mask.seqlen_q, count, mask.lo - keys.start, mask.hi - keys.start)
     if is_merged and DTYPES[problem.dtype].itemsize == 2:

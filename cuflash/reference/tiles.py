@@ -167,9 +167,8 @@ def query_blocks(
     dtype = accumulator(problem)
     for begin, end in spans(*problem.mask.row_range(0, problem.seqlen_k), block_q or max(16, BLOCK_ROWS // group)):
         rows = q[batch_idx, begin:end, head_kv_idx * group : (head_kv_idx + 1) * group]
-        yield QueryBlock(
-            batch_idx, head_kv_idx, group, begin, end, np.ascontiguousarray(rows, dtype).reshape(-1, problem.head_dim)
-        )
+        rows = np.ascontiguousarray(rows, dtype).reshape(-1, problem.head_dim)
+        yield QueryBlock(batch_idx, head_kv_idx, group, begin, end, rows)
 
 
 def key_tiles(
@@ -188,9 +187,8 @@ def key_tiles(
     mask, dtype = problem.mask, accumulator(problem)
     full_begin, full_end = mask.full_range(block.begin, block.end)
     for begin, end in spans(*mask.key_range(block.begin, block.end), block_k or BLOCK_K):
-        if mod_scores is not None and mod_scores.sees_none(
-            block.batch_idx, block.heads, block.queries, slice(begin, end)
-        ):
+        index = block.batch_idx, block.heads, block.queries, slice(begin, end)
+        if mod_scores is not None and mod_scores.sees_none(*index):
             continue
         k_tile = np.ascontiguousarray(k[block.batch_idx, begin:end, block.head_kv_idx], dtype)
         v_tile = np.ascontiguousarray(v[block.batch_idx, begin:end, block.head_kv_idx], dtype)
@@ -200,17 +198,16 @@ def key_tiles(
             s /= problem.options.softcap
             np.tanh(s, out=s)
             s *= problem.options.softcap
-        changed = None
+        mod_tile = None
         if mod_scores is not None:
-            places = mod_scores.places(problem, block.batch_idx, block.heads, block.queries, slice(begin, end))
-            changed = mod_scores.change(places, block.unfold(s))
+            mod_tile = mod_scores.change(mod_scores.places(problem, *index), block.unfold(s))
         if begin < full_begin or full_end < end:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
         # why in all tiles: what a row gets of NaN and infinity must not depend on where a tile ends.
         is_finite = rows_are_finite and all(np.isfinite(x).all() for x in (k_tile, v_tile))
         masked = None if is_finite else np.isneginf(s)
-        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed, masked)
+        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, mod_tile, masked)
 
 
 def by_tiles(

@@ -51,7 +51,7 @@ class NumpyArrays:
         return array
 
     def host(self, array: Any) -> NDArray[np.float64]:
-        """What `wide` gave, on the host."""
+        """An array that `wide` returned, on the host."""
         return np.asarray(array)
 
     def distance(self, array: Any, reference: Any) -> float:
@@ -82,7 +82,7 @@ class NumpyArrays:
         return None
 
     def peak(self, call: Callable[[], Any]) -> tuple[Any, int]:
-        """What a call gives, and the most bytes that were allocated at a time since its begin."""
+        """Returns the result of a call, and the most bytes that were allocated at a time since its begin."""
         tracemalloc.start()
         try:
             result = call()
@@ -274,7 +274,7 @@ class TorchArrays(CupyArrays):
 
 
 def why_no_gpu() -> str:
-    """Why nothing can run on a GPU here; "" if it can."""
+    """The reason why nothing can run on a GPU here; "" if it can."""
     try:
         compiler.nvrtc_version()
         if not device.count():

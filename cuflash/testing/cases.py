@@ -14,6 +14,8 @@ from ..problem.operands import OPS
 from ..problem.options import Options, WindowSize
 from ..problem.problem import Problem
 
+MASK_AND_SCALE = "causal", "window_size", "diagonal_offset", "softcap", "softmax_scale"
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -36,8 +38,7 @@ class Case:
 
     def arguments(self) -> dict[str, Any]:
         """The mask and scale arguments of the public calls."""
-        names = "causal", "window_size", "diagonal_offset", "softcap", "softmax_scale"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in MASK_AND_SCALE}
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Shapes of q, k and v."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -90,16 +91,12 @@ class Dense:
         demand(target is None or is_clean_beside(target), "forward wrote beside the elements of out")
 
     def _check_gradients(self, inputs: BackwardArgs, before: list[Array], arguments: dict[str, Any]) -> None:
-        targets = Targets(self.grads_out, (inputs.q, inputs.k, inputs.v))
-        grads = targets.written(lambda **outs: backward(self.case, inputs, **outs, **arguments))
-        q, k, v = before
+        targets, (q, k, v) = Targets(self.grads_out, (inputs.q, inputs.k, inputs.v)), before
+        call = partial(backward, self.case, inputs, **arguments)
         # why twice the units: among so many problems some have less fortunate sums than those of a table.
-        check_gradients(self.case, inputs._replace(q=q, k=k, v=v), grads, ulps=2 * ULPS[self.case.dtype])
-        if arguments["deterministic"]:
-            first = [host(x).copy() for x in grads]
-            again = targets.written(lambda **outs: backward(self.case, inputs, **outs, **arguments))
-            demand(identical(again, first), "deterministic gradients do not repeat")
-        targets.check()
+        ulps = 2 * ULPS[self.case.dtype]
+        check_grads = partial(check_gradients, self.case, inputs._replace(q=q, k=k, v=v), ulps=ulps)
+        targets.check(call, check_grads, repeats=arguments["deterministic"])
 
 
 @dataclass(frozen=True, slots=True)

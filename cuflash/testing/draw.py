@@ -1,4 +1,4 @@
-"""What trials are drawn from: random choices, and the lengths, head dims and masks at which kernels change."""
+"""The choices that trials are drawn from: random ones, and the lengths, head dims and masks at which kernels change."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def empty_and_one(put: Put, case: Case) -> Arguments:
 
 
 def bounds_of(case: Case, count: int = 4) -> Any:
-    """Where documents begin: the first is short, and the second is empty."""
+    """The begins of documents: the first is short, and the second is empty."""
     first, more = case.seqlen_k // 7, count - 2
     begins = [first + (case.seqlen_k - first) * i // more for i in range(more + 1)]
     return np.array([0, first, *begins], np.int32)
@@ -227,12 +227,12 @@ def blocked(make: Maker, **varlen_kwargs: Any) -> Maker:
 
 
 everything = joined(bounded, segments, bias_of("bh1k"), sinks_of())
-_WITH_NAMES = (
+_MAKERS = (
     alibi, alibi_of_paper, relative_position, softcap, tilted, bounded, without_score, least, empty_and_one, document,
     causal_document, prefix, segments, chunked, global_window, striped,
 )  # fmt: skip
 FUNCTIONS: dict[str, Maker] = {
-    **{make.__name__: make for make in _WITH_NAMES},
+    **{make.__name__: make for make in _MAKERS},
     "sinks": sinks_of(),
     "everything": everything,
 }

@@ -12,7 +12,7 @@ import cuflash
 from ..problem.problem import Problem
 from . import oracle
 from .cases import Case, numpy_dtype
-from .layouts import LAYOUTS, host, is_clean_beside
+from .layouts import LAYOUTS, host, identical, is_clean_beside
 from .oracle import ULPS, Array, demand
 
 
@@ -36,7 +36,7 @@ class BackwardArgs(NamedTuple):
     dlse: Any = None
 
     def on(self, xp: Any) -> BackwardArgs:
-        """The same in another array library."""
+        """Returns these arrays in another array library."""
         return BackwardArgs(*(None if x is None else xp.asarray(host(x)) for x in self))
 
 
@@ -62,8 +62,20 @@ class Targets:
         self._arrays = [LAYOUTS[name](np.full_like(x, np.nan, order="C")) if name else None for name, x in pairs]
         self._keywords = {"grads_out": self._arrays} if any(names) else {}
 
-    def written(self, backward: Callable[..., Any]) -> Any:
-        """What `backward(grads_out=…)` returns, which must be these arrays; without the argument if there are none."""
+    def check(self, backward: Callable[..., Any], check: Callable[[Any], None], *, repeats: bool) -> None:
+        """Checks what `backward(grads_out=…)` returns, perhaps also that it repeats, and memory beside the arrays.
+
+        The argument is left out if there are no arrays.
+        """
+        grads = self._written(backward)
+        check(grads)
+        if repeats:
+            first = [host(x).copy() for x in grads]
+            demand(identical(self._written(backward), first), "deterministic gradients do not repeat")
+        are_clean = all(x is None or is_clean_beside(x) for x in self._arrays)
+        demand(are_clean, "backward wrote beside the elements of a gradient")
+
+    def _written(self, backward: Callable[..., Any]) -> Any:
         for x in self._arrays:
             if x is not None:  # why each time: what a call before has written would hide what this one leaves out
                 x[...] = np.nan
@@ -71,11 +83,6 @@ class Targets:
         are_these = all(x is None or x is y for x, y in zip(self._arrays, grads, strict=True))
         demand(are_these, "an array that was given for a gradient is not what was returned")
         return grads
-
-    def check(self) -> None:
-        """Demands that nothing was written beside their elements, which are lost."""
-        are_clean = all(x is None or is_clean_beside(x) for x in self._arrays)
-        demand(are_clean, "backward wrote beside the elements of a gradient")
 
 
 def units_of(problem: Problem | Case, inputs: BackwardArgs) -> list[float]:

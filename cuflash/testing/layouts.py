@@ -15,7 +15,7 @@ def host(x: Any) -> Any:
 
 
 def identical(got: Any, expected: Any) -> bool:
-    """Whether all arrays are the same bit for bit (NaN equals itself)."""
+    """Returns whether all arrays are the same bit for bit (NaN equals itself)."""
     return all(host(x).tobytes() == host(y).tobytes() for x, y in zip(got, expected, strict=True))
 
 
@@ -72,7 +72,7 @@ WRITABLE = tuple(name for name in LAYOUTS if name != "one_head_for_all")
 
 
 def is_clean_beside(view: Any) -> bool:
-    """Whether memory beside the elements of a view that `laid_out` made still holds NaN. The elements are lost."""
+    """Returns whether memory beside the elements of a view of `laid_out` still holds NaN. The elements are lost."""
     view[...] = np.nan
     whole = view
     while whole.base is not None:

@@ -12,7 +12,7 @@ FILL = 0xFF  # in every dtype of floats, all bits are a NaN
 
 
 class GuardedMemory:
-    """What CuPy allocates inside `active`: arrays of the caller, results and workspaces alike."""
+    """The memory that CuPy allocates inside `active`: arrays of the caller, results and workspaces alike."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy

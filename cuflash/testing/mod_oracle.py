@@ -18,20 +18,20 @@ from ..mods.graph.graph import Graph, Node, post_order, variable
 from ..mods.graph.simplify import build, constant, rebuilt
 from ..mods.tracing.trace import trace
 from ..problem.dropout import SHARES, share_kept
+from ..problem.problem import Problem
 from ..reference import dropout
 from ..reference.evaluate import evaluate, place_of
 from .cases import Case, numpy_dtype
 from .layouts import host
-from .oracle import FEW, ULPS, Array, assert_close
+from .oracle import FEW, ULPS, Array, assert_close, eps, precision
 from .sequences import Index, VarlenArrays
 
 LEAST_SCORE = -1e37
 SCORE = variable("score")
-EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 class OracleMods(NamedTuple):
-    """What a call changes, with all arrays as NumPy's. captured_grads: the arrays whose gradients are asked for."""
+    """The mods of a call, with all arrays as NumPy's. captured_grads: the arrays whose gradients are asked for."""
 
     score_mod: Graph | None = None
     mask_mod: Graph | None = None
@@ -43,7 +43,7 @@ class OracleMods(NamedTuple):
 
     @classmethod
     def from_kwargs(cls, arguments: dict[str, Any]) -> OracleMods:
-        """Of the arguments of a call on NumPy arrays."""
+        """Returns the mods of a call on NumPy arrays, from its arguments."""
         names = [name for name in ("score_mod", "mask_mod") if arguments.get(name)]
         graphs: dict[str, Any] = {name: trace(arguments[name], name) for name in names}
         values: dict[str, Any] = {
@@ -138,10 +138,9 @@ class OneSequence:
         self.q = np.where(sees.any(axis=2, keepdims=True), self.q, 0)
         self.scales: Any = self.work(1)
         if self.oracle_mods.dropout_p:
-            share = share_kept(self.oracle_mods.dropout_p) / SHARES
-            indices = (self.places[name] for name in ("b", "h", "q_idx", "k_idx"))
-            stay = dropout.is_kept(self.oracle_mods.dropout_seed, self.oracle_mods.dropout_p, *indices)
-            self.scales = np.where(stay, 1 / share, 0).astype(self.work)
+            seed, dropout_p = self.oracle_mods.dropout_seed, self.oracle_mods.dropout_p
+            keep = dropout.is_kept(seed, dropout_p, *(self.places[name] for name in ("b", "h", "q_idx", "k_idx")))
+            self.scales = np.where(keep, SHARES / share_kept(dropout_p), 0).astype(self.work)
         self.out = self.round(self.p * self.scales) @ self.v
 
     def _raw(self, s: Array) -> Array:
@@ -218,7 +217,7 @@ class OneSequence:
 
 
 def _with_short_tanh(root: Node) -> Node:
-    """The same with tanh as 16-bit kernels take it, off by 2^-11, but for what all scores of a head share."""
+    """Returns the node with tanh as 16-bit kernels take it, off by 2^-11, but for what all scores of a head share."""
     replaced: dict[Node, Node] = {}
     for each in post_order([root]):
         new = rebuilt(each, [replaced[argument] for argument in each.arguments])
@@ -239,9 +238,8 @@ def _add_at(total: Array, indices: tuple[Any, ...], what: Array) -> None:
         np.add.at(total, where, what if indices else what.sum())
 
 
-def _precisions(dtype: str) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    near = (dtype, None) if dtype in ("float32", "float64") else ("float32", numpy_dtype(dtype))
-    return ("float64", None), near
+def _precisions(problem: Problem) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    return (np.dtype("float64"), None), precision(problem)
 
 
 def check(inputs: OracleInputs, oracle_mods: OracleMods, out: Any, lse: Any = None) -> None:
@@ -251,7 +249,7 @@ def check(inputs: OracleInputs, oracle_mods: OracleMods, out: Any, lse: Any = No
     lses = [np.full(axes, -np.inf) for _ in range(2)]
     score = 0.0
     for number, rows in enumerate(inputs.queries):
-        for (work, rounded), whole, lse_ in zip(_precisions(dtype), outs, lses, strict=True):
+        for (work, rounded), whole, lse_ in zip(_precisions(inputs.case.problem()), outs, lses, strict=True):
             one = OneSequence(inputs, oracle_mods, number, work, rounded)
             whole[rows], lse_[rows] = one.out.swapaxes(0, 1), one.lse.T
             for s in (one.raw, one.s):
@@ -294,7 +292,7 @@ def check_gradients(
     for number, (rows, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
         of_lse = None if dlse is None else dlse.swapaxes(1, 2)[rows].T
         few |= min(len(rows[0]), len(keys[0])) < FEW
-        for (work, rounded), whole, totals in zip(_precisions(dtype), wholes, sums, strict=True):
+        for (work, rounded), whole, totals in zip(_precisions(inputs.case.problem()), wholes, sums, strict=True):
             one = OneSequence(inputs, oracle_mods, number, work, rounded)
             got = one.pulled(dout[rows], of_lse)
             for result, name, places in zip(whole, ("dq", "dk", "dv"), (rows, keys, keys), strict=True):
@@ -318,8 +316,7 @@ def check_gradients(
     rows_of_all = max(1, sum(len(rows[0]) for rows in inputs.queries) * inputs.q.shape[2])
     for number, (got, exact, near, size) in enumerate(zip(grads, *sums, sizes, strict=True)):
         unit = float(size.max(initial=0.0)) / max(1.0, rows_of_all**0.5 / 8)
-        got_dtype = host(got).dtype.name
         # why of the inputs: out and p are rounded to their dtype, whatever the gradient's is.
-        ulps = max(EPS[dtype] / EPS[got_dtype], 1) * (8 if wide else 1)
+        ulps = max(eps(numpy_dtype(dtype)) / eps(host(got).dtype), 1) * (8 if wide else 1)
         near = near + (near - exact)
         assert_close(f"gradient {number}", host(got).reshape(exact.shape), exact, near, ulps=ulps, unit=unit)

@@ -27,7 +27,7 @@ def without_grads(arguments: Arguments) -> Arguments:
     return {name: x for name, x in arguments.items() if name != "captured_grads"}
 
 
-def of_lse(arguments: Arguments) -> Arguments:
+def lse_arguments(arguments: Arguments) -> Arguments:
     """The arguments of `lse`, from those of `forward`."""
     return {name: x for name, x in arguments.items() if name != "v" and not name.startswith("dropout")}
 
@@ -46,7 +46,7 @@ def check_forward(make: Maker, case: Case, put: Put, *, with_lse: bool = False, 
     inputs, oracle_mods = OracleInputs.dense(case, arrays), make_oracle_mods(make, case)
     check(inputs, oracle_mods, *results)
     if with_lse:
-        keywords = of_lse(without_grads(make(put, case)))
+        keywords = lse_arguments(without_grads(make(put, case)))
         check(inputs, oracle_mods, None, cuflash.lse(there[0], there[1], **case.arguments(), **keywords))
     return results
 
@@ -102,7 +102,7 @@ def check_of_lengths(make: Maker, inputs: VarlenArrays, xp: Any, deterministic: 
     unused = inputs.unused("q")
     lse_of_rows = host(lse).reshape(len(unused), case.heads_q, unused.shape[1]).swapaxes(1, 2)
     demand(np.isneginf(lse_of_rows[unused]).all(), "lse of rows that no sequence uses is not -inf")
-    check(whole, of_numpy, None, cuflash.lse(**of_lse(arguments | mod_kwargs)))
+    check(whole, of_numpy, None, cuflash.lse(**lse_arguments(arguments | mod_kwargs)))
     if not inputs.sequences.has_gradients:
         return
     dout, dlse = (xp.asarray(x) for x in upstream(inputs))

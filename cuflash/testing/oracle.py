@@ -1,4 +1,4 @@
-"""What every result is held against: attention in float64, the same maths done naively, and the tolerance rule.
+"""The oracle of every result: attention in float64, the same maths done naively, and the tolerance rule.
 
 Written straight from the contract, head by head with the whole score matrix in memory, and sharing no code with
 `cuflash.reference`. A problem is given as a `Problem` or as a `Case`; arrays are 4-D (batch, seqlen, heads, dim).
@@ -38,13 +38,13 @@ def attention64(
 
 
 def naive(problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None) -> tuple[Array, Array]:
-    """The same done naively in the problem's own precision: `out` in its out_dtype, `lse` in float32.
+    """`(out, lse)`, computed naively in the precision of the problem: `out` in its out_dtype, `lse` in float32.
 
     16-bit: products in float32, the scores rounded to 16 bits, softmax in float32, p rounded to 16 bits. `lse` is of
     the scores before rounding: it is a float32 result, so it is held to float32.
     """
     problem = _problem(problem)
-    work, rounded = _precision(problem)
+    work, rounded = precision(problem)
     out, lse = _forward(problem, q, k, v, work, rounded, there)
     return out.astype(numpy_dtype(problem.out_dtype)), lse
 
@@ -59,12 +59,12 @@ def gradients64(
 def naive_gradients(
     problem: Problem | Case, dout: Array, q: Array, k: Array, v: Array, dlse: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """The same done naively in the problem's own precision: 16-bit rounds s, p, out, dp and ds.
+    """`(dq, dk, dv)`, computed naively in the precision of the problem: 16-bit rounds s, p, out, dp and ds.
 
     float32: scores err as those of kernels do, which weigh all terms of the sums that gradients are.
     """
     problem = _problem(problem)
-    work, rounded = _precision(problem)
+    work, rounded = precision(problem)
     dtype = numpy_dtype(problem.dtype)
     dq, dk, dv = _backward(problem, dout, q, k, v, dlse, work, rounded)
     return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
@@ -91,7 +91,7 @@ def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float
     finite = np.isfinite(exact)
     if not finite.any():
         return
-    floor = ulps * _eps(got.dtype) * max(unit, float(np.abs(exact[finite]).max()))
+    floor = ulps * eps(got.dtype) * max(unit, float(np.abs(exact[finite]).max()))
     off = np.abs(reference[finite] - exact[finite])
     bound = 2.0 * float(off[np.isfinite(off)].max(initial=0.0)) + floor
     error = np.abs(np.where(finite, wide, 0.0) - np.where(finite, exact, 0.0))
@@ -115,13 +115,13 @@ def units_of(scale: float, q: Array, k: Array, v: Array, dtype: str) -> tuple[fl
 
 
 def _largest_score(scale: float, q: Array, k: Array) -> float:
-    """Which no score is above, whatever keys a row sees."""
+    """A bound on all scores, whatever keys a row sees."""
     norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in (q, k)]
     return float(scale * norms[0] * norms[1])
 
 
 def walk(scale: float, q: Array, k: Array, dtype: str) -> float:
-    """How many units of the dtype a weight errs by: errors of the products of a score add up as a random walk does.
+    """The units of the dtype that a weight errs by: errors of the products of a score add up as a random walk does.
 
     16-bit: one, as scores are rounded afterwards in the naive computation, too.
     """
@@ -148,7 +148,7 @@ def _problem(problem: Problem | Case) -> Problem:
     return problem.problem() if isinstance(problem, Case) else problem
 
 
-def _precision(problem: Problem) -> tuple[np.dtype[Any], np.dtype[Any] | None]:
+def precision(problem: Problem) -> tuple[np.dtype[Any], np.dtype[Any] | None]:
     """The dtype sums are made in, and the dtype that intermediates are rounded to (None: they are not)."""
     if problem.dtype in ("float32", "float64"):
         return np.dtype(problem.dtype), None
@@ -159,7 +159,8 @@ def _round(x: Array, rounded: np.dtype[Any] | None) -> Array:
     return x if rounded is None else x.astype(rounded).astype(x.dtype)
 
 
-def _eps(dtype: np.dtype[Any]) -> float:
+def eps(dtype: np.dtype[Any]) -> float:
+    """The distance from 1 to the next number of a dtype."""
     if dtype.name == "bfloat16":
         return 2.0**-7
     return float(np.finfo(dtype).eps)
@@ -197,7 +198,7 @@ def _softmax(
         # why: kernels for backward make other errors than those that made lse, and NumPy would make the same ones.
         norms = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(k, axis=1) * problem.softmax_scale
         walks = np.random.default_rng(0).standard_normal(s.shape) * norms / q.shape[1] ** 0.5
-        s = s + (ULPS["float32"] * _eps(s.dtype) * walks).astype("f4") * slope
+        s = s + (ULPS["float32"] * eps(s.dtype) * walks).astype("f4") * slope
     p = np.where(sees, np.exp(s - lse_of_rounded[:, None]), 0) if again else e / total[:, None]
     return p, lse, slope
 

@@ -16,7 +16,7 @@ import numpy as np
 import cuflash
 
 from . import oracle
-from .cases import Case, numpy_dtype
+from .cases import MASK_AND_SCALE, Case, numpy_dtype
 from .draw import DTYPES, Draw
 from .gradients import BackwardArgs, units_of
 from .layouts import even_start, host, laid_out, odd_start
@@ -62,8 +62,7 @@ class Sequences:
 
     def options(self) -> dict[str, Any]:
         """The mask and scale arguments of the public calls."""
-        names = "causal", "window_size", "diagonal_offset", "softcap", "softmax_scale"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in MASK_AND_SCALE}
 
     def bounds(self) -> dict[str, int]:
         """The bounds on lengths that the caller knows."""
@@ -76,7 +75,7 @@ class Sequences:
 
 
 class Placed(NamedTuple):
-    """Where the queries, or the keys, of all sequences lie: in an array of this shape, given by these arrays."""
+    """The places of the queries, or the keys, of all sequences: in an array of this shape, given by these arrays."""
 
     rows: list[Index]
     shape: tuple[int, int]
@@ -116,7 +115,7 @@ class VarlenArrays(NamedTuple):
         return self._replace(varlen_kwargs={name: x for name, x in changed.items() if x is not None})
 
     def unused(self, side: str) -> Array:
-        """Which rows of q, or which of k and v, belong to no sequence: booleans (first axis, second axis)."""
+        """A mask of the rows of q, or of k and v, that belong to no sequence: booleans (first axis, second axis)."""
         mask = np.ones((self.q if side == "q" else self.k).shape[:2], bool)
         for rows in self.queries if side == "q" else self.keys:
             mask[rows] = False
@@ -151,7 +150,7 @@ def varlen_arrays(problem: Sequences, seed: int = 0) -> VarlenArrays:
 
 
 def shaped(problem: Sequences) -> VarlenArrays:
-    """The same for those who look at shapes, dtypes and strides alone: q, k and v hold zeros, which take no time."""
+    """Returns a problem with zeros in q, k and v, which take no time, for checks of shapes, dtypes and strides."""
     return _laid_out(problem, np.random.default_rng(0), np.zeros)
 
 
@@ -194,7 +193,7 @@ def _packed(side: str, gaps: tuple[int, int], lengths: Sequence[int], room: list
 
 
 def _rectangle(lengths: Sequence[int], room: list[int], rng: np.random.Generator | None) -> Placed:
-    """Of a cache, with rng, the last sequence has the row of the first: rows may repeat."""
+    """Rows of sequences in order; of a cache, with rng, in any, and the last sequence has the row of the first."""
     count, which, varlen_kwargs = len(lengths), np.arange(len(lengths)), {}
     if rng is not None:
         which = rng.permutation(count + 2)[:count].astype(np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import cuflash
@@ -13,7 +14,7 @@ from .cases import Case
 from .draw import DTYPES, LENGTHS, Draw
 from .functions import FUNCTIONS, SHAPES, Maker, bias_of, blocked, dropped, joined
 from .gradients import Targets
-from .layouts import LAYOUTS, WRITABLE, host, identical
+from .layouts import LAYOUTS, WRITABLE, identical
 from .mods import check_backward, check_forward, check_of_lengths, check_repeated, forward
 from .oracle import demand
 from .sequences import Sequences, VarlenArrays
@@ -64,14 +65,10 @@ class Several:
     def _check_gradients(self, arrays: VarlenArrays, options: dict[str, Any], xp: Any) -> None:
         arguments = arrays.arguments(xp)
         targets = Targets(self.grads_out, [arguments[name] for name in "qkv"])
-        grads = targets.written(lambda **outs: sequences.gradients(arrays, xp, self.layout, **outs, **options))
+        call = partial(sequences.gradients, arrays, xp, self.layout, **options)
         # why 4: sequences of a few rows have a handful of errors, of which the naive computation may be free.
-        sequences.check_gradients(arrays, grads, ulps=4.0)
-        if options["deterministic"]:
-            first = [host(x).copy() for x in grads]
-            again = targets.written(lambda **outs: sequences.gradients(arrays, xp, self.layout, **outs, **options))
-            demand(identical(again, first), "deterministic gradients do not repeat")
-        targets.check()
+        check = partial(sequences.check_gradients, arrays, ulps=4.0)
+        targets.check(call, check, repeats=options["deterministic"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ class Append:
 
 
 def maker_of(names: Sequence[str]) -> Maker:
-    """What makes the arguments of a call that has all of these: functions, "dropout", or "bias" and its axes."""
+    """Returns the maker of arguments of a call that has all of these: functions, "dropout", or "bias" and its axes."""
     table = {"dropout": dropped} | FUNCTIONS
     return joined(*(table[name] if name in table else bias_of(name.removeprefix("bias ")) for name in names))
 

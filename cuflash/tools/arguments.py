@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _REFUSALS = OSError, ValueError  # what a file system raises, and what Python does for a name that holds a zero byte
 
 
-def names(choices: tuple[str, ...], text: str) -> tuple[str, ...]:
+def names(choices: Iterable[str], text: str) -> tuple[str, ...]:
     """Known names such as "flash2,flashd"."""
     parts = tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in parts if name not in choices]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(choices)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: give some of {', '.join(choices)}")
     return parts
 
 
@@ -31,7 +31,7 @@ def integers(text: str) -> tuple[int, ...]:
 def count(text: str, least: int = 1) -> int:
     """A whole number from `least` on."""
     if not text.isdecimal() or int(text) < least:
-        accepted = f"from {least} on" if least > 1 else "above 0"
+        accepted = "above 0" if least == 1 else f"from {least} on"
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number {accepted}")
     return int(text)
 

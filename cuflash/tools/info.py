@@ -83,7 +83,7 @@ def missing() -> list[str]:
 
 
 def cache() -> str:
-    """What is in the kernel cache, and why no kernel can be added, if so, or why there is none, and what to do."""
+    """The contents of the kernel cache, and the reason if no kernel can be added or there is none."""
     try:
         folder, sizes = contents()
     except UnsupportedError as error:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from ..testing.draw import Draw
 from ..testing.exact import Chosen, Counted
 from ..testing.memory import GuardedMemory
 from ..testing.varlen import Append, ModDense, ModVarlen, Several
-from . import info
+from . import arguments, info
 
 FAMILY = 8  # trials in a row that share what kernels depend on, because a new kernel compiles for seconds
 MOST_FAILURES = 5
@@ -44,7 +45,7 @@ class Trial(Protocol):
 
 
 class Cpu:
-    """Where trials run: here, NumPy on the CPU."""
+    """The machine that trials run on: here, NumPy on the CPU."""
 
     def run(self, trial: Trial, draw: Draw) -> None:
         trial.run(np)
@@ -84,10 +85,11 @@ def trial_of(seed: int, number: int) -> tuple[Trial, Draw]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    number = partial(arguments.count, least=0)
     parser.add_argument("--minutes", type=_minutes, default=1.0, metavar="N", help="how long; default 1")
-    parser.add_argument("--seed", type=_number, metavar="S", help="of the problems; by default a new one")
-    parser.add_argument("--problems", type=_number, metavar="N", help="end after so many, too")
-    parser.add_argument("--only", type=_number, metavar="N", help="only the problem of this number, with a traceback")
+    parser.add_argument("--seed", type=number, metavar="S", help="of the problems; by default a new one")
+    parser.add_argument("--problems", type=number, metavar="N", help="end after so many, too")
+    parser.add_argument("--only", type=number, metavar="N", help="only the problem of this number, with a traceback")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -153,9 +155,3 @@ def _minutes(text: str) -> float:
     if not 0 < minutes < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of minutes above 0")
     return minutes
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 0 on")
-    return int(text)

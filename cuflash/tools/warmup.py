@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -47,19 +48,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     def add_list(name: str, default: str, parse: Callable[[str], Any], more: str) -> None:
         parser.add_argument(name, type=parse, default=default, metavar="X,X", help=f"default {default}; {more}")
 
-    add_list("--dtypes", "float16,bfloat16", _some_of(GPU_DTYPES), "also float32")
+    add_list("--dtypes", "float16,bfloat16", partial(arguments.names, GPU_DTYPES), "also float32")
     add_list("--head-dims", "64,128", _head_dims, "each of q, k and v, or of q and k and of v as in 192x128")
-    add_list("--ops", "forward,backward", _some_of(OPS), "also lse, merge, append_kv")
-    add_list("--algorithms", "flash2", _some_of(ALGORITHM_CODES), "also flash1, flashd; of forward")
+    add_list("--ops", "forward,backward", partial(arguments.names, OPS), "also lse, merge, append_kv")
+    add_list("--algorithms", "flash2", partial(arguments.names, ALGORITHM_CODES), "also flash1, flashd; of forward")
     parser.add_argument("--out-dtype", choices=["float32"], help="of out; default the dtype of the inputs")
     parser.add_argument("--softcap", action="store_true", help="the kernels of capped scores, too, where they differ")
     parser.add_argument("--deterministic", action="store_true", help="of backward: the deterministic kernels, too")
     parser.add_argument(
         "--device", help=f"default every GPU of this machine; or cuda:0, or one of {', '.join(devices.DEVICES)}"
     )
-    parser.add_argument(
-        "--jobs", type=arguments.count, default=os.cpu_count() or 1, metavar="N", help="default one a CPU"
-    )
+    cpus = os.cpu_count() or 1
+    parser.add_argument("--jobs", type=arguments.count, default=cpus, metavar="N", help="default one a CPU")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -206,18 +206,6 @@ def _compile(variant: Variant) -> tuple[str, str]:
     if not is_cached:
         return FAILED, f"no kernel was kept in {cache_dir()} any more: the warning says why, and what to do"
     return COMPILED, f"compiled {variant.name} for {variant.arch} in {time.perf_counter() - started:.1f} s"
-
-
-def _some_of(names: Any) -> Callable[[str], tuple[str, ...]]:
-    """A parser of lists of these names such as "float16,float32"."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(text.split(","))
-        if unknown := [name for name in chosen if name not in names]:
-            raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: give some of {', '.join(names)}")
-        return chosen
-
-    return parse
 
 
 def _head_dims(text: str) -> tuple[tuple[int, int], ...]:

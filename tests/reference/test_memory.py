@@ -1,4 +1,4 @@
-"""What the tiles are for: memory that grows with seqlen, not its square, and no work where the mask hides all."""
+"""The purpose of tiles: memory that grows with seqlen, not its square, and no work where the mask hides all."""
 
 from __future__ import annotations
 

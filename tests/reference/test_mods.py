@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from libraries import same
 from mod_calls import (
     BATCH,
     BIASES,
@@ -80,8 +81,8 @@ def test_tiles_of_any_size_agree_with_whole_matrices(name: str, algorithm: str) 
 def test_without_changes_the_bits_are_those_of_a_plain_call() -> None:
     for dtype in ("float32", "float16"):
         problem = problem_of({"causal": True}, dtype)
-        plain, mod_kwargs = (flash2.forward(problem, *arrays(dtype), mod_scores=each) for each in (None, ModScores()))
-        assert all((x == y).all() for x, y in zip(plain, mod_kwargs, strict=True))
+        plain, unchanged = (flash2.forward(problem, *arrays(dtype), mod_scores=each) for each in (None, ModScores()))
+        same(plain, unchanged)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "sinks"])
@@ -137,10 +138,7 @@ def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
         k[:, 20:], v[:, 20:] = fill, fill
         for mask in ({"bias": hidden[..., :] > -1}, {"mask_mod": lambda b, h, q_idx, k_idx: k_idx < 20}):
             mod_scores = make_mod_scores(mask)
-            assert all(
-                (x == y).all()
-                for x, y in zip(flash2.forward(call_problem, q, k, v, mod_scores=mod_scores), (out, lse), strict=True)
-            )
+            same(flash2.forward(call_problem, q, k, v, mod_scores=mod_scores), (out, lse))
             sums = ModGradients(mod_scores, np.dtype(np.float32))
             gradients = backward(call_problem, out, q, k, v, out, lse, mod_scores=mod_scores, mod_gradients=sums)
             assert all(np.isfinite(x).all() for x in gradients)
@@ -337,9 +335,9 @@ def test_cells_that_show_nothing_are_passed_over(by_heads: bool) -> None:
     results = flash2.forward(
         call_problem, q, k, v, mod_scores=passed, on_tile=lambda block, tile, state: begins.append(tile.begin), **sizes
     )
-    assert all((x == y).all() for x, y in zip(results, expected, strict=True))
+    same(results, expected)
     assert sorted(begins) == sorted([0, 64, 128, 192, 256] * (1 if by_heads else HEADS_KV))
     gradients = [
         backward(call_problem, q, q, k, v, *expected, mod_scores=each, **sizes) for each in (mod_scores, passed)
     ]
-    assert all((x == y).all() for x, y in zip(*gradients, strict=True))
+    same(*gradients)

@@ -136,7 +136,7 @@ def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many dense problems were computed since it was asked last."""
+    """Counts the dense problems that were computed since the last call."""
     lengths: list[int] = []
     alone = sequences._alone
     monkeypatch.setattr(sequences, "_alone", lambda *args: lengths.append(1) or alone(*args))

@@ -90,7 +90,7 @@ def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
 
 
 def is_blocked(trial: Any) -> bool:
-    """Whether a call has a block mask, one of a mask_mod."""
+    """Returns whether a call has a block mask, one of a mask_mod."""
     case = trial.case if isinstance(trial, ModDense) else Case("lengths", 2, 5, 5, 2, 2, 8, 8, "float32")
     return trial.block_mask and "mask_mod" in maker_of(trial.names)(lambda x: x, case)
 
@@ -275,7 +275,7 @@ def test_numbers_that_make_no_sense_are_refused(wrong: list[str], capsys: pytest
 
 
 class Pointer:
-    """What stands in for CuPy's pointers, on the host."""
+    """A stand-in for CuPy's pointers, on the host."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -288,7 +288,7 @@ class Pointer:
 
 
 class Memory:
-    """What stands in for CuPy where memory is allocated, and for its array."""
+    """A stand-in for CuPy where memory is allocated, and for its array."""
 
     def __init__(self) -> None:
         self.cuda, self.current = self, None

@@ -103,8 +103,8 @@ def test_functions_are_those_of_the_exact_results(op: str, name: str) -> None:
     assert not row.wrong
     assert row.error is not None
     assert row.error < 1e-5
-    assert 0 < case.share() < 0.8
-    assert row.flops == round(case.problem(op).flops * case.share())
+    assert 0 < mods.share(case) < 0.8
+    assert row.flops == round(case.problem(op).flops * mods.share(case))
 
 
 @pytest.mark.parametrize("case", [*CASES, ModCase("own", 2, 96, 96, 6, 2, 16, 8, "float32", mods="ALiBi")], ids=str)

@@ -37,7 +37,7 @@ SMALL = ("--ops", "forward,lse", "--dtypes", "float16", "--head-dims", "32", "--
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
-    """What was handed to the compiler, which is fast here and refuses nothing."""
+    """The variants that reach the compiler, which is fast here and refuses nothing."""
     variants: list[Variant] = []
 
     def compile_variant(variant: Variant) -> tuple[bytes, str]:

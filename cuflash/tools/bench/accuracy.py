@@ -43,12 +43,11 @@ BETWEEN, ALLOWED_BETWEEN = (1.0, 10.0), 1.3
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--quick", action="store_true", help="head dim 128 alone, up to 4k keys")
-    parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write all errors to FILE")
-    parser.add_argument("--picture", type=arguments.output, metavar="FILE", help="draw them; needs matplotlib")
-    parser.add_argument(
-        "--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --picture; measure nothing"
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="head dim 128 alone, up to 4k keys")
+    add("--json", type=arguments.output, metavar="FILE", help="write all errors to FILE")
+    add("--picture", type=arguments.output, metavar="FILE", help="draw them; needs matplotlib")
+    add("--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --picture; measure nothing")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -184,12 +183,12 @@ def ratio(rows: list[Errors], row: Errors, statistic: Callable[[list[float]], fl
 
 
 def is_bad(rows: list[Errors], row: Errors) -> bool:
-    """Whether a row of ours has no number, or one that is too large."""
+    """Returns whether a row of ours has no number, or one that is too large."""
     return bool(row.note) or not ratio(rows, row, max) <= allowed(rows, row)
 
 
 def allowed(rows: list[Errors], row: Errors) -> float:
-    """How many times the largest error of the peers' a row of ours may have."""
+    """The largest ratio of an error of ours to the largest of the peers' that is allowed."""
     dtype, size = row.setting.case.dtype, row.setting.size
     if dtype != "float32":
         if size > LARGE and all(peer.contender != SCALES_AS_WE_DO for peer in _peers(rows, row)):
@@ -205,7 +204,7 @@ def _peers(rows: list[Errors], row: Errors) -> list[Errors]:
 
 
 def _line(rows: list[Errors]) -> str:
-    """What is printed of a problem as soon as it is measured."""
+    """The line that is printed of a problem as soon as it is measured."""
     columns = (f"{row.contender} {_text(row)}" for row in rows)
     return f"{rows[0].op} {rows[0].setting.case.name}: {', '.join(columns)}"
 

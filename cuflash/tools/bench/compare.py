@@ -42,7 +42,7 @@ def show(old: Path, new: Path) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What the benchmark wrote to a file."""
+    """Reads a file that the benchmark wrote."""
     return table.read(path, "bench", _timed)[0]
 
 

@@ -49,7 +49,7 @@ class Seconds(NamedTuple):
 
     @classmethod
     def from_readings(cls, readings: list[float]) -> Seconds:
-        """That of these readings."""
+        """Returns the median and the spread of these readings."""
         low, middle, high = quantiles(readings, n=4, method="inclusive")
         return cls(middle, (high - low) / middle)
 
@@ -81,7 +81,7 @@ def seconds_in_graphs(
     rounds: int,
     watch: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Seconds], dict[str, str]]:
-    """The same by replays of CUDA graphs, so that no time of the host counts; and why others cannot be captured.
+    """Seconds per call by replays of CUDA graphs, without time of the host; and why others cannot be captured.
 
     about: seconds of a call. All graphs have so many calls that those of the fastest take READING_SECONDS, as what is
     between two launches counts for all alike. watch: called right after all is enqueued.
@@ -114,13 +114,13 @@ def seconds_in_graphs(
 
 
 def reason(error: Exception, *, whole: bool = False) -> str:
-    """What an error says, or the first line of it."""
+    """The text of an error, or its first line."""
     text = str(error).strip() or type(error).__name__
     return text if whole else text.splitlines()[0][:120]
 
 
 def repeats_for(seconds: float) -> int:
-    """How many calls take READING_SECONDS."""
+    """The number of calls that take READING_SECONDS."""
     return min(64, _times_in(READING_SECONDS, seconds))
 
 

@@ -40,15 +40,11 @@ class ModCase(Case):
         return FUNCTIONS[self.mods](put, self)
 
     def keywords(self, q: Any, put: Put) -> dict[str, Any]:
-        """Of our calls on arrays like q. A block mask is made once, as one is for all layers of a model."""
+        """Keywords of our calls on arrays like q. A block mask is made once, as one is for all layers of a model."""
         functions = READY_MADE[self.mods](put, self) if self.mods in READY_MADE else self.functions(put)._asdict()
         if (mask_mod := functions.pop("mask_mod", None)) is not None:
             functions["block_mask"] = create_block_mask(mask_mod, 1, 1, self.seqlen_q, self.seqlen_k, like=q)
         return functions
-
-    def share(self) -> float:
-        """The share of all pairs that are seen."""
-        return _share(self)
 
 
 def _causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -61,7 +57,7 @@ def _documents(put: Put, case: Case) -> Functions:
 
 
 def _bounds(case: Case) -> NDArray[np.int32]:
-    """Where four documents begin, and the last ends."""
+    """The begins of four documents, and the end of the last."""
     n = case.seqlen_k
     return np.array([0, n // 8, n // 2, 3 * n // 4, n], "int32")
 
@@ -107,7 +103,8 @@ READY_MADE: dict[str, Callable[[Put, Case], dict[str, Any]]] = {
 
 
 @cache
-def _share(case: ModCase) -> float:
+def share(case: ModCase) -> float:
+    """The share of all pairs of query and key that are seen."""
     mask_mod, keys = case.functions(np.asarray).mask_mod, np.arange(case.seqlen_k)
     step, num_visible = max(1, CHUNK // case.seqlen_k), 0
     for begin in range(0, case.seqlen_q, step):

@@ -104,7 +104,7 @@ def find(arrays: NumpyArrays, *, flex: bool = False) -> tuple[list[Contender], d
 
 
 def machine(arrays: NumpyArrays) -> dict[str, Any]:
-    """What `info` tells of this machine, with the versions of the peers and what memory and tensor cores give."""
+    """The facts of `info`, with the versions of the peers and the limits of memory and tensor cores."""
     facts = info.machine()
     if bandwidth := arrays.bandwidth():
         facts["gpus"][0]["bytes_per_second"] = bandwidth

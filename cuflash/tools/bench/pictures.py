@@ -19,7 +19,7 @@ DTYPES = {"bfloat16": "-", "float16": "--", "float32": ":"}
 
 
 def accuracy() -> Callable[[list[Errors], str, Path], None]:
-    """What draws errors by length and by the size of the scores; UnsupportedError where matplotlib is not installed."""
+    """Returns what draws errors by length and by size of scores; UnsupportedError where matplotlib is missing."""
     pyplot = _pyplot()
 
     def draw(rows: list[Errors], machine: str, path: Path) -> None:
@@ -51,7 +51,7 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
 
 
 def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
-    """What draws the file of a benchmark into a folder; UnsupportedError where matplotlib is not installed.
+    """Returns what draws the file of a benchmark into a folder; UnsupportedError where matplotlib is not installed.
 
     It returns the files: bars of each op and a summary, or ratios to the best peer, and a roofline.
     """
@@ -110,7 +110,7 @@ def _bars_by_seqlen(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], t
 
 
 def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
-    """The same of the middle head dim and one mask, a panel for each op, with the first of ours alone."""
+    """Bars of the middle head dim and one mask, a panel for each op, with the first of ours alone."""
     rows = _of_one_dtype(rows)
     dims, masks, ops = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal", "op"))
     dim, causal = dims[len(dims) // 2], masks[-1]
@@ -199,7 +199,7 @@ def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], mo
 
 
 def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
-    """How many times as fast as the fastest peer we are on each problem, a panel for each op."""
+    """Our speed over that of the fastest peer on each problem, a panel for each op."""
     ours = [row for row in rows if row["ours"] and row["ratios"]]
     ours = [row for row in ours if row["contender"] == next(x["contender"] for x in ours if x["op"] == row["op"])]
     cases, ops = (list(dict.fromkeys(row[name] for row in ours)) for name in ("name", "op"))
@@ -254,7 +254,7 @@ def _bars(panel: Any, colours: Colours, number: int, names: list[str], values: l
 
 
 def _finished(figure: Any, axes: Any, title: str) -> Any:
-    """With one legend below all panels."""
+    """Adds one legend below all panels."""
     handles: dict[str, Any] = {}
     for panel in (each for line in axes for each in line):
         shown, labels = panel.get_legend_handles_labels()

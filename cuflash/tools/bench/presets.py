@@ -1,4 +1,4 @@
-"""What each preset of the benchmark measures.
+"""The presets of the benchmark.
 
 The problems of `models` have the heads, head dims and lengths of published configurations.
 """
@@ -170,7 +170,7 @@ def quick(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 
 def _of_float32(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple[int, ...]) -> list[Timed]:
-    """Of backward only the first length."""
+    """Problems in float32: of backward only the first length."""
     if not arrays.on_gpu or options.dtype:
         return []
     return [
@@ -183,11 +183,9 @@ def _of_float32(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple
 def models(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """Calls of models; without a GPU, shortened to what takes NumPy a moment."""
     dtype = _dtype(arrays, options)
-    cases = [(model, model.case(dtype)) for model in MODELS]
-    ops = options.ops or BOTH
-    return [
-        Timed(op, case if arrays.on_gpu else _small(case)) for op in ops for model, case in cases if op in model.ops
-    ]
+    cases = [(model.ops, model.case(dtype)) for model in MODELS]
+    cases = cases if arrays.on_gpu else [(ops, _small(case)) for ops, case in cases]
+    return [Timed(op, case) for op in options.ops or BOTH for ops, case in cases if op in ops]
 
 
 def decode(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
@@ -218,14 +216,13 @@ def masks(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 def memory(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """One causal problem of head dim 64 at lengths that double, for the memory that calls take."""
     seqlens = options.seqlens or (tuple(1024 << n for n in range(7)) if arrays.on_gpu else (256, 512, 1024))
-    dtype = _dtype(arrays, options)
     heads = 16 if arrays.on_gpu else 2
-    cases = [square(1, seqlen, heads, 64, dtype, True) for seqlen in seqlens]
+    cases = [square(1, seqlen, heads, 64, _dtype(arrays, options), True) for seqlen in seqlens]
     return [Timed(op, case) for op in options.ops or BOTH for case in cases]
 
 
 class Preset(NamedTuple):
-    """What a preset measures. takes: the options that change its problems, beside the dtype."""
+    """The problems of a preset, and their unit. takes: the options that change its problems, beside the dtype."""
 
     make: Callable[[NumpyArrays, argparse.Namespace], list[Timed]]
     takes: tuple[str, ...] = ("ops",)

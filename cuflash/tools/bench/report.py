@@ -1,4 +1,4 @@
-"""What was measured: speeds, a row for each contender on each problem, and errors."""
+"""The results of measurements: speeds, a row for each contender on each problem, and errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ...problem.dtypes import DTYPES
 from ...testing.cases import Case
 from .measure import Seconds
-from .mods import ModCase
+from .mods import ModCase, share
 from .peers import Contender
 
 
@@ -32,12 +32,12 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """Of one call: on the GPU, as far as that is known."""
+        """Seconds of one call: on the GPU, as far as that is known."""
         times = self.graph or self.wall
         return None if times is None else times.median
 
     def times_as_fast(self, other: Row) -> float | None:
-        """As another one on the same problem, by times of the same kind; None if one of them was not timed."""
+        """The speed over that of another row on the same problem, by times of one kind; None if one was not timed."""
         ours, theirs = (self.graph, other.graph) if self.graph and other.graph else (self.wall, other.wall)
         return None if ours is None or theirs is None else theirs.median / ours.median
 
@@ -50,7 +50,7 @@ class Row:
     def flops(self) -> int:
         """Floating-point operations of one call."""
         whole = self.case.problem(self.contender.op).flops
-        return round(whole * self.case.share()) if isinstance(self.case, ModCase) else whole
+        return round(whole * share(self.case)) if isinstance(self.case, ModCase) else whole
 
     @property
     def num_bytes(self) -> int:
@@ -63,9 +63,8 @@ class Row:
         """All of it by name, as JSON files have it."""
         columns = {"op": self.contender.op, **asdict(self.case)}
         columns |= {"contender": self.contender.name, "ours": self.contender.ours}
-        columns |= {
-            name: getattr(self, name) for name in ("seconds", "tflops", "flops", "num_bytes", "peak_bytes", "error")
-        }
+        names = "seconds", "tflops", "flops", "num_bytes", "peak_bytes", "error"
+        columns |= {name: getattr(self, name) for name in names}
         for name, times in (("wall", self.wall), ("graph", self.graph)):
             columns[name] = None if times is None else times._asdict()
         return columns | self.state | {"wrong": self.wrong, "note": self.note}
@@ -93,7 +92,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether any contender's output is wrong, or one of ours did not run."""
+        """True if any contender's output is wrong, or one of ours did not run."""
         return any(row.wrong or (row.contender.must_run and row.wall is None) for row in self.rows)
 
 
@@ -113,7 +112,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Errors:
-    """What one contender was off by, by output: the root mean square, and the largest error, to those of the output."""
+    """The errors of one contender by output: the root mean square, and the largest error, to those of the output."""
 
     op: str
     setting: Setting

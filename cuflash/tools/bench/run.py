@@ -32,41 +32,24 @@ OPS = tuple(check.OUTPUTS)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    description = "what to measure: " + "; ".join(
-        f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items()
-    )
-    parser.add_argument("preset", nargs="?", choices=PRESETS, default="paper", help=description)
-    parser.add_argument("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
-    parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
-    parser.add_argument(
-        "--head-dims", type=arguments.integers, metavar="N,N", help="default 64,128,256; 64 without a GPU"
-    )
-    parser.add_argument("--seqlens", type=arguments.integers, metavar="N,N", help="such as 1k,16k")
-    causal = "only this mask; default both, quick only causal"
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help=causal)
-    parser.add_argument(
-        "--algorithms",
-        type=partial(arguments.names, ALGORITHMS),
-        metavar="A,A",
-        help="of forward; default flash2; also flash1, flashd, standard",
-    )
-    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name has this text")
+    presets = (f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items())
+    add = parser.add_argument
+    add("preset", nargs="?", choices=PRESETS, default="paper", help=f"what to measure: {'; '.join(presets)}")
+    add("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
+    add("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
+    add("--head-dims", type=arguments.integers, metavar="N,N", help="default 64,128,256; 64 without a GPU")
+    add("--seqlens", type=arguments.integers, metavar="N,N", help="such as 1k,16k")
+    add("--causal", action=argparse.BooleanOptionalAction, help="only this mask; default both, quick only causal")
+    algorithms = "of forward; default flash2; also flash1, flashd, standard"
+    add("--algorithms", type=partial(arguments.names, ALGORITHMS), metavar="A,A", help=algorithms)
+    add("--only", default="", metavar="TEXT", help="problems whose name has this text")
     rounds, turns = partial(arguments.count, least=3), "turns of each contender, from 3 on; default 3"
-    parser.add_argument("--rounds", type=rounds, default=3, metavar="N", help=turns)
-    parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
-    parser.add_argument(
-        "--pictures", type=arguments.folder, metavar="FOLDER", help="draw it into this folder; needs matplotlib"
-    )
-    parser.add_argument(
-        "--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --pictures; measure nothing"
-    )
-    parser.add_argument(
-        "--compare",
-        nargs=2,
-        type=arguments.existing,
-        metavar=("OLD", "NEW"),
-        help="two files of --json; measure nothing",
-    )
+    add("--rounds", type=rounds, default=3, metavar="N", help=turns)
+    add("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
+    add("--pictures", type=arguments.folder, metavar="FOLDER", help="draw it into this folder; needs matplotlib")
+    add("--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --pictures; measure nothing")
+    files = "two files of --json; measure nothing"
+    add("--compare", nargs=2, type=arguments.existing, metavar=("OLD", "NEW"), help=files)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ MIN_WIDTH = 130  # columns of a log file, which reports no width of its own
 
 
 def console() -> Console:
-    """Where reports are printed."""
+    """The console that reports are printed on."""
     wide_console = Console(highlight=False)
     if not wide_console.is_terminal:
         wide_console.width = max(wide_console.width, MIN_WIDTH)
@@ -48,9 +48,8 @@ def show(report: Report) -> None:
     if about := conditions(report.rows):
         out.print(about)
     if report.preset == "decode" and (most := report.bytes_per_second):
-        out.print(
-            f"the memory of this GPU gives {most * 1e-9:.0f} GB/s at most; what lies in the L2 cache comes faster"
-        )
+        limit = f"the memory of this GPU gives {most * 1e-9:.0f} GB/s at most"
+        out.print(f"{limit}; what lies in the L2 cache comes faster")
     if report.host_seconds:
         host = {name: f"{seconds * 1e6:.1f} µs" for name, seconds in report.host_seconds.items()}
         out.print("host time of a repeated call", pairs(host), sep="\n")
@@ -71,7 +70,7 @@ def show(report: Report) -> None:
 
 
 def conditions(rows: list[Row]) -> str:
-    """How far times lie apart, what calls take without graphs, and the clocks and the power meanwhile."""
+    """The spread of times, the time of calls without graphs, and the clocks and the power meanwhile."""
     spreads = [seconds.spread for row in rows if (seconds := row.graph or row.wall)]
     if not spreads:
         return ""
@@ -128,7 +127,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read(path: Path, command: str, rows_of: Callable[[dict[str, Any]], Rows]) -> tuple[dict[str, Any], Rows]:
-    """What a command of cuflash wrote to a file, and what `rows_of` makes of it; ProblemError if it wrote none such."""
+    """Reads a file that a command of cuflash wrote, and its rows by `rows_of`; ProblemError for any other file."""
     try:
         content: dict[str, Any] = json.loads(path.read_text("utf-8"))
         info.line(content["machine"])
