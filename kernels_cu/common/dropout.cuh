@@ -26,48 +26,32 @@ __device__ __forceinline__ PhiloxWords philox(PhiloxWords x, unsigned key, unsig
 }
 
 // Which registers of a fragment hold weights that are kept: a bit each.
-template <bool kEnabled, int kCount>
-struct KeptOf {
-  __device__ static constexpr bool has(int) { return true; }
-};
 template <int kCount>
-struct KeptOf<true, kCount> {
+struct Kept {
   unsigned bits[(kCount + 31) / 32] = {};
 
-  __device__ __forceinline__ bool has(int i) const { return bits[i / 32] >> i % 32 & 1; }
+  __device__ __forceinline__ bool has(int i) const { return !kDropout || (bits[i / 32] >> i % 32 & 1); }
   __device__ __forceinline__ void set(int i, bool kept) { bits[i / 32] |= static_cast<unsigned>(kept) << i % 32; }
 };
-template <int kCount>
-using Kept = KeptOf<kDropout, kCount>;
 
-// The weights of one query head of a sequence. Without dropout all are kept.
-template <bool kEnabled, class Params>
-struct DropoutOf {
-  __device__ __forceinline__ DropoutOf(const Params&, int, int) {}
-  __device__ static constexpr float scale() { return 1.0f; }
-  __device__ static constexpr bool keeps(int, int) { return true; }
-  template <bool kAligned, int kCount, class Rows>
-  __device__ __forceinline__ void drop(float (&)[kCount], Rows, int, int) const {}
-  template <bool kAligned, int kCount, class Rows>
-  __device__ __forceinline__ Kept<kCount> kept(Rows, int, int) const {
-    return {};
-  }
-  template <bool kAligned, int kFragments, int kCount>
-  __device__ __forceinline__ void kept_of_keys(Kept<kCount> (&)[kFragments], int, int, int) const {}
-};
+// The weights of one query head of a sequence. Without dropout all are kept. why a template: other kernels than those
+// with mods have parameters without seed.
 template <class Params>
-struct DropoutOf<true, Params> {
+struct DropoutOf {
   const Params& mod_params;
   const unsigned sequence, head;
-  const unsigned seed[2];
+  unsigned seed[2];
 
   __device__ __forceinline__ DropoutOf(const Params& params, int sequence_idx, int query_head)
-      : mod_params(params),
-        sequence(sequence_idx),
-        head(query_head),
-        seed{__ldg(params.seed), __ldg(params.seed + 1)} {}
+      : mod_params(params), sequence(sequence_idx), head(query_head) {
+    if constexpr (kDropout) seed[0] = __ldg(params.seed), seed[1] = __ldg(params.seed + 1);
+  }
 
-  __device__ __forceinline__ float scale() const { return mod_params.kept_scale; }
+  // What kept weights are multiplied by.
+  __device__ __forceinline__ float scale() const {
+    if constexpr (kDropout) return mod_params.kept_scale;
+    else return 1.0f;
+  }
 
   // Whether one weight is kept.
   __device__ __forceinline__ bool keeps(int query, int key) const {
@@ -81,14 +65,16 @@ struct DropoutOf<true, Params> {
   // `key` is the first column, a multiple of 16, and column_pair = lane % 4. kAligned: it is a multiple of 32.
   template <bool kAligned, int kCount, class Rows>
   __device__ __forceinline__ void drop(float (&weights)[kCount], Rows rows, int key, int column_pair) const {
-    visit<kAligned, kCount>(rows, key, column_pair, [&](int i, bool kept) { weights[i] = kept ? weights[i] : 0.0f; });
+    const auto zero_dropped = [&](int i, bool kept) { weights[i] = kept ? weights[i] : 0.0f; };
+    if constexpr (kDropout) visit<kAligned, kCount>(rows, key, column_pair, zero_dropped);
   }
 
   // The same registers as bits.
   template <bool kAligned, int kCount, class Rows>
   __device__ __forceinline__ Kept<kCount> kept(Rows rows, int key, int column_pair) const {
     Kept<kCount> result;
-    visit<kAligned, kCount>(rows, key, column_pair, [&](int i, bool kept) { result.set(i, kept); });
+    const auto set = [&](int i, bool kept) { result.set(i, kept); };
+    if constexpr (kDropout) visit<kAligned, kCount>(rows, key, column_pair, set);
     return result;
   }
 
@@ -96,25 +82,28 @@ struct DropoutOf<true, Params> {
   // lanes of a warp call. why they exchange bits: a counter serves two neighbours among the keys, which two lanes have.
   template <bool kAligned, int kFragments, int kCount>
   __device__ __forceinline__ void kept_of_keys(Kept<kCount> (&kept)[kFragments], int key, int query, int lane) const {
-    constexpr int kStep = kAligned && kFragments % 2 == 0 ? 2 : 1;  // fragments that a counter serves
-    const int row = lane / 4, is_odd = row % 2;
-    const unsigned this_half = is_odd ? 0x7632 : 0x5410, other_half = is_odd ? 0x5410 : 0x7632;
+    if constexpr (kDropout) {
+      constexpr int kStep = kAligned && kFragments % 2 == 0 ? 2 : 1;  // fragments that a counter serves
+      const int row = lane / 4, is_odd = row % 2;
+      const unsigned this_half = is_odd ? 0x7632 : 0x5410, other_half = is_odd ? 0x5410 : 0x7632;
 #pragma unroll
-    for (int m = 0; m < kFragments; m += kStep) {
-      const int first = key + 16 * m;
+      for (int m = 0; m < kFragments; m += kStep) {
+        const int first = key + 16 * m;
 #pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        // Of the two queries of these columns, the lane of an even key takes the first, that of an odd one the second.
-        const PhiloxWords x = words_of(first / 32, row / 2, query + 8 * j + 2 * (lane % 4) + is_odd);
+        for (int j = 0; j < kCount / 4; ++j) {
+          // Of the two queries of these columns, the lane of an even key takes the first, that of an odd one the
+          // second.
+          const PhiloxWords x = words_of(first / 32, row / 2, query + 8 * j + 2 * (lane % 4) + is_odd);
 #pragma unroll
-        for (int n = 0; n < kStep; ++n) {
-          const bool second = kStep == 2 ? n == 1 : first / 16 % 2 == 1;
-          const unsigned upper = second ? x.words[2] : x.words[0], lower = second ? x.words[3] : x.words[1];
-          const unsigned mine = __byte_perm(upper, lower, this_half);
-          const unsigned got = __shfl_xor_sync(0xffffffffu, __byte_perm(upper, lower, other_half), 4);
-          const unsigned of_columns[2] = {is_odd ? got : mine, is_odd ? mine : got};
+          for (int n = 0; n < kStep; ++n) {
+            const bool second = kStep == 2 ? n == 1 : first / 16 % 2 == 1;
+            const unsigned upper = second ? x.words[2] : x.words[0], lower = second ? x.words[3] : x.words[1];
+            const unsigned mine = __byte_perm(upper, lower, this_half);
+            const unsigned got = __shfl_xor_sync(0xffffffffu, __byte_perm(upper, lower, other_half), 4);
+            const unsigned of_columns[2] = {is_odd ? got : mine, is_odd ? mine : got};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) kept[m + n].set(4 * j + i, is_kept(of_columns[i % 2], i / 2));
+            for (int i = 0; i < 4; ++i) kept[m + n].set(4 * j + i, is_kept(of_columns[i % 2], i / 2));
+          }
         }
       }
     }
@@ -151,4 +140,4 @@ struct DropoutOf<true, Params> {
     }
   }
 };
-using Dropout = DropoutOf<kDropout, ModParams>;
+using Dropout = DropoutOf<ModParams>;

@@ -3,6 +3,7 @@
 // all is seen.
 #pragma once
 #include "params.cuh"
+#include "select.cuh"
 #include "tile_range.cuh"
 
 constexpr int kMaskTile = 64;
@@ -53,14 +54,8 @@ struct VisibleTile {
 
 // Tiles of kTile columns beside kRows rows of one head, without those of which nothing is seen. Rows are queries and
 // columns keys; with kKeysAsRows it is the other way round. All lanes of a warp ask together.
-template <bool kEnabled, class Tiles, int kRows, int kTile, bool kKeysAsRows, class Params>
-struct VisibleTilesOf {
-  __device__ __forceinline__ VisibleTilesOf(const Tiles&, const Params&, int, int, Range, int) {}
-  __device__ __forceinline__ static VisibleTile visible_from(int n) { return {n, false}; }
-  __device__ __forceinline__ static int count_visible() { return 0; }
-};
 template <class Tiles, int kRows, int kTile, bool kKeysAsRows, class Params>
-struct VisibleTilesOf<true, Tiles, kRows, kTile, kKeysAsRows, Params> : Tiles {
+struct VisibleTilesOf : Tiles {
   const signed char* mask_tiles;  // of the first row
   int stride_row;                 // from mask tile to mask tile along the rows, and along the columns
   int stride_column;
@@ -125,8 +120,16 @@ struct VisibleTilesOf<true, Tiles, kRows, kTile, kKeysAsRows, Params> : Tiles {
   }
 };
 
+// Stands in their place in kernels that are not block-sparse, which never look for a tile.
+struct NoVisibleTiles {
+  template <class Tiles, class Params>
+  __device__ __forceinline__ NoVisibleTiles(const Tiles&, const Params&, int, int, Range, int) {}
+  __device__ __forceinline__ static VisibleTile visible_from(int n) { return {n, false}; }
+  __device__ static constexpr int count_visible() { return 0; }
+};
+
 template <class Tiles, int kRows, int kTile, bool kKeysAsRows = false>
-using VisibleTiles = VisibleTilesOf<kBlockSparse, Tiles, kRows, kTile, kKeysAsRows, ModParams>;
+using VisibleTiles = Select<kBlockSparse, VisibleTilesOf<Tiles, kRows, kTile, kKeysAsRows, ModParams>, NoVisibleTiles>;
 
 // A warp's walk over the tiles that are seen, of which it looks at 32 at a time, a lane at each. All lanes go together.
 // why not tile by tile: to find one takes hundreds of cycles, for which a warp that loads tiles has no time.
@@ -159,13 +162,13 @@ struct VisibleWalk {
   }
 };
 
-// The walk of a loop over tiles; if block-sparse, over those that `visible()` gives, which is asked for a tile once.
-template <bool kEnabled, class Tiles, class Visible>
-struct TileWalkOf {
+// The walk of a loop over all tiles.
+template <class Tiles>
+struct AllTilesWalk {
   const Tiles& tiles;
   int at;
 
-  __device__ __forceinline__ TileWalkOf(const Tiles& all, const Visible&) : tiles(all), at(all.first()) {}
+  __device__ __forceinline__ explicit AllTilesWalk(const Tiles& all) : tiles(all), at(all.first()) {}
 
   __device__ __forceinline__ int n() const { return at; }
   __device__ __forceinline__ bool has_tile() const { return tiles.has(at); }
@@ -180,13 +183,14 @@ struct TileWalkOf {
   __device__ __forceinline__ void go_on() { at = next(); }
 };
 
+// The same over the tiles that `visible()` gives, which is called once a tile.
 template <class Tiles, class Visible>
-struct TileWalkOf<true, Tiles, Visible> {
+struct VisibleTilesWalk {
   const Tiles& tiles;
   const Visible& visible;
   VisibleTile at, following;
 
-  __device__ __forceinline__ TileWalkOf(const Tiles& all, const Visible& visible_tiles)
+  __device__ __forceinline__ VisibleTilesWalk(const Tiles& all, const Visible& visible_tiles)
       : tiles(all), visible(visible_tiles), at(visible().visible_from(all.first())), following(at) {
     at.bits |= 2;
   }
@@ -202,7 +206,7 @@ struct TileWalkOf<true, Tiles, Visible> {
 };
 
 template <class Tiles, class Visible>
-__device__ __forceinline__ TileWalkOf<kBlockSparse, Tiles, Visible> walk_along(const Tiles& tiles,
-                                                                               const Visible& visible) {
-  return {tiles, visible};
+__device__ __forceinline__ auto walk_along(const Tiles& tiles, const Visible& visible) {
+  if constexpr (kBlockSparse) return VisibleTilesWalk<Tiles, Visible>(tiles, visible);
+  else return AllTilesWalk<Tiles>(tiles);
 }

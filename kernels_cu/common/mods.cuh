@@ -9,6 +9,7 @@
 #include "../ptx/float_math.cuh"
 #include "mask.cuh"
 #include "params.cuh"
+#include "select.cuh"
 
 // A score that is not above it weighs nothing, as if it were -inf: models add the least number of a dtype to hide keys.
 constexpr float kLeastScore = -1e37f * 1.4426950408889634f;
@@ -20,9 +21,10 @@ __device__ __forceinline__ bool is_hidden_product(float x) {
   return kScoreMod ? __float_as_uint(x) == __float_as_uint(hidden_product()) : x == -infinity();
 }
 
-// The functions of one query head of a sequence. Without any, a score is its product, and everything is visible.
-template <bool kEnabled, class Functions>
-struct ModHeadOf {
+// The functions of a kernel without mods: a score is its product, and everything is visible.
+struct NoFunctions {
+  using Arrays = ModParams;
+  struct Head {};
   struct Row {};
   struct Pair {};
   struct Result {
@@ -31,25 +33,26 @@ struct ModHeadOf {
     float slope;
   };
 
-  __device__ __forceinline__ ModHeadOf(const ModParams&, const ProblemParams&, int, int, int, int) {}
-  __device__ __forceinline__ Row row(int, int, float = 0.0f, int = 0) const { return {}; }
-  __device__ __forceinline__ Pair pair(const Row&, int, int = 0) const { return {}; }
-  __device__ __forceinline__ Result at(const Row&, const Pair&, float product, int, int = 0) const {
+  __device__ static Head head(const Arrays&, int, int, int, int, float) { return {}; }
+  __device__ static Row row(const Arrays&, const Head&, int, int, float) { return {}; }
+  __device__ static Pair pair(const Arrays&, const Row&, int) { return {}; }
+  __device__ static Result element(const Arrays&, const Head&, const Row&, const Pair&, float product, int) {
     return {product, true, 1.0f};
   }
 };
 
-template <class Functions>
-struct ModHeadOf<true, Functions> {
-  using Row = typename Functions::Row;
-  using Pair = typename Functions::Pair;
-  using Result = typename Functions::Result;
+// The functions of one query head of a sequence.
+struct ModHead {
+  using Functions = Select<kHasMods, ModFunctions<kShortOffsets>, NoFunctions>;
+  using Row = Functions::Row;
+  using Pair = Functions::Pair;
+  using Result = Functions::Result;
 
-  const typename Functions::Arrays& arrays;
-  const typename Functions::Head head;
+  const Functions::Arrays& arrays;
+  const Functions::Head head;
 
-  __device__ __forceinline__ ModHeadOf(const ModParams& mod_params, const ProblemParams& problem, int batch,
-                                       int query_head, int seqlen_q, int seqlen_k)
+  __device__ __forceinline__ ModHead(const ModParams& mod_params, const ProblemParams& problem, int batch,
+                                     int query_head, int seqlen_q, int seqlen_k)
       : arrays(mod_params),
         head(Functions::head(mod_params, batch, query_head, seqlen_q, seqlen_k, problem.score.softmax_scale)) {}
 
@@ -69,7 +72,6 @@ struct ModHeadOf<true, Functions> {
     return Functions::element(arrays, head, row, pair, product, column);
   }
 };
-using ModHead = ModHeadOf<kHasMods, ModFunctions<kShortOffsets>>;
 
 // The same of a lane's two rows of a fragment, where each may be of another head.
 struct TwoModHeads {
@@ -126,33 +128,31 @@ __device__ __forceinline__ float scale_log2_of(const ProblemParams& problem) {
 
 // Counts a head's sink: what multiplies a row of out, and the row's lse, which is -inf if it has seen nothing.
 //   lse' = ln(exp(lse) + exp(sink))        out' = out exp(lse - lse')
-template <bool kEnabled, class Params>
-struct SinkOf {
-  __device__ __forceinline__ SinkOf(const Params&, int) {}
-  __device__ __forceinline__ void add(float&, float&) const {}
-};
-template <class Params>
-struct SinkOf<true, Params> {
+struct Sink {
   float sink;
 
-  __device__ __forceinline__ SinkOf(const Params& mod_params, int head) {
-    if (mod_params.sinks_are_wide || kDType == DType::kFloat32) {
-      sink = __ldg(static_cast<const float*>(mod_params.sinks) + head);
-    } else {
-      const unsigned short bits = __ldg(static_cast<const unsigned short*>(mod_params.sinks) + head);
-      sink = kDType == DType::kFloat16 ? cvt_f32_f16(bits) : __uint_as_float(static_cast<unsigned>(bits) << 16);
+  template <class Params>
+  __device__ __forceinline__ Sink(const Params& params, int head) {
+    if constexpr (kSinks) {
+      if (params.sinks_are_wide || kDType == DType::kFloat32) {
+        sink = __ldg(static_cast<const float*>(params.sinks) + head);
+      } else {
+        const unsigned short bits = __ldg(static_cast<const unsigned short*>(params.sinks) + head);
+        sink = kDType == DType::kFloat16 ? cvt_f32_f16(bits) : __uint_as_float(static_cast<unsigned>(bits) << 16);
+      }
     }
   }
 
   __device__ __forceinline__ void add(float& o_scale, float& lse) const {
-    if (lse == -infinity()) {
-      lse = sink;  // out is zero, and stays so whatever the sink is
-      return;
+    if constexpr (kSinks) {
+      if (lse == -infinity()) {
+        lse = sink;  // out is zero, and stays so whatever the sink is
+        return;
+      }
+      const float above = max_nan_f32(lse, sink);
+      const float of_keys = expf(lse - above), of_sink = sink == above ? 1.0f : expf(sink - above);
+      o_scale *= of_keys / (of_keys + of_sink);
+      lse = above == infinity() ? above : above + logf(of_keys + of_sink);
     }
-    const float above = max_nan_f32(lse, sink);
-    const float of_keys = expf(lse - above), of_sink = sink == above ? 1.0f : expf(sink - above);
-    o_scale *= of_keys / (of_keys + of_sink);
-    lse = above == infinity() ? above : above + logf(of_keys + of_sink);
   }
 };
-using Sink = SinkOf<kSinks, ModParams>;

@@ -20,7 +20,7 @@ __device__ __forceinline__ int list_steps(const TileCountsParams& p, const Seque
   const Of of{p};
   const QueryTilesOf<kTile, kKeyBlock> tiles(of, sequence.mask(), block);
   const Range keys{block * kKeyBlock, const_min(block * kKeyBlock + kKeyBlock, sequence.seqlen_k())};
-  const VisibleTilesOf<true, AscendingTiles, kKeyBlock, kTile, true, TileCountsParams> visible(
+  const VisibleTilesOf<AscendingTiles, kKeyBlock, kTile, true, TileCountsParams> visible(
       AscendingTiles(tiles), p, sequence.batch, head, keys, sequence.seqlen_q());
   const int lane = threadIdx.x % 32;
   int count = 0;

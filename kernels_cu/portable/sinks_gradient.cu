@@ -14,33 +14,30 @@ using Params = WithMods<SinksGradientParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 // The queries of a slot.
-template <bool kIsVarlen>
-struct SlotOf {
-  Sequence sequence;
+struct DenseSlot {
+  const int num_slots;  // of a sequence
+  const Sequence sequence;
   Range rows;
 
-  __device__ __forceinline__ SlotOf(const ProblemParams& p, int slot) : SlotOf(p, slot, slots_of(p.seqlen_q)) {}
-
- private:
-  __device__ static int slots_of(int rows) { return (rows + kPaddedSlot - 1) / kPaddedSlot; }
-
-  __device__ __forceinline__ SlotOf(const ProblemParams& p, int slot, int slots) : sequence{p, slot / slots} {
-    rows.begin = slot % slots * kPaddedSlot, rows.end = min(rows.begin + kPaddedSlot, p.seqlen_q);
+  __device__ __forceinline__ DenseSlot(const ProblemParams& p, int slot)
+      : num_slots((p.seqlen_q + kPaddedSlot - 1) / kPaddedSlot), sequence{p, slot / num_slots} {
+    rows.begin = slot % num_slots * kPaddedSlot, rows.end = min(rows.begin + kPaddedSlot, p.seqlen_q);
   }
 };
-template <>
-struct SlotOf<true> {
+
+struct VarlenSlot {
   const RowSlots row_slots;
   const VarlenSequence sequence;
   Range rows;
 
   // All lanes of a warp ask together.
-  __device__ __forceinline__ SlotOf(const ProblemParams& p, int slot)
+  __device__ __forceinline__ VarlenSlot(const ProblemParams& p, int slot)
       : row_slots(RowSlots::of_slot(axis_of_queries(p), slot, kPaddedSlot)), sequence(p, row_slots.sequence) {
     rows.begin = row_slots.row(slot, kPaddedSlot);
     rows.end = min(rows.begin + kPaddedSlot, sequence.seqlen_q());
   }
 };
+using Slot = Select<kVarlen, VarlenSlot, DenseSlot>;
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params p) {
   __shared__ float of_warps[kNumWarps];
@@ -51,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   float sum = 0.0f;
 #pragma unroll 1
   for (int slot = part * p.slots_each + warp; slot < end; slot += kNumWarps) {
-    const SlotOf<kVarlen> at(p.problem, slot);
+    const Slot at(p.problem, slot);
     const Range visible = at.sequence.visible_queries();
     const long long first_lse = at.sequence.lse_offset(head);
     const float* const stats = p.stats + 2 * (at.sequence.query_head(head) * p.stats_rows);

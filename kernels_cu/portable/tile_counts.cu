@@ -14,8 +14,8 @@ template <int kTile>
 __device__ __forceinline__ int count_key_blocks(const Params& p, const Sequence& sequence, int head, int tile) {
   const Range rows{tile * kTile, const_min(tile * kTile + kTile, sequence.seqlen_q())};
   const TileRange keys = TileRange::covering(sequence.mask().key_range(rows.begin, rows.end), kKeyBlock);
-  const VisibleTilesOf<true, AscendingTiles, kTile, kKeyBlock, false, Params> visible(
-      AscendingTiles(keys), p, sequence.batch, head, rows, sequence.seqlen_k());
+  const VisibleTilesOf<AscendingTiles, kTile, kKeyBlock, false, Params> visible(AscendingTiles(keys), p, sequence.batch,
+                                                                                head, rows, sequence.seqlen_k());
   return visible.count_visible();
 }
 

@@ -29,7 +29,7 @@ struct ModPlace {
   int query_head, row, column;
 };
 
-// What the functions know of a lane's two rows there …
+// What the functions know of a lane's two rows there. If scores need it, it is made before the products are there.
 struct ModLane {
   const ModHead head;
   const ModHead::Row rows[2];
@@ -38,6 +38,8 @@ struct ModLane {
       : head(at.params, at.problem, at.sequence.number, at.query_head, at.sequence.used_queries, at.sequence.used_keys),
         rows{row_of(at, 0), row_of(at, 8)} {}
 
+  __device__ __forceinline__ const ModLane& at(const ModPlace&) const { return *this; }
+
  private:
   __device__ __forceinline__ ModHead::Row row_of(const ModPlace& at, int below) const {
     const int lane = fresh_thread() % 32;
@@ -45,18 +47,10 @@ struct ModLane {
   }
 };
 
-// … found at once, before the products are there, if scores need it, or else where a mask is asked. why: it takes long,
-// and most tiles ask no mask.
-template <bool kAtOnce>
-struct FoundModLane {
-  const ModLane lane;
-
-  __device__ __forceinline__ explicit FoundModLane(const ModPlace& at) : lane(at) {}
-  __device__ __forceinline__ const ModLane& at(const ModPlace&) const { return lane; }
-};
-template <>
-struct FoundModLane<false> {
-  __device__ __forceinline__ explicit FoundModLane(const ModPlace&) {}
+// Stands for a ModLane where scores need none: it is made where a mask is asked. why: it takes long, and most tiles ask
+// no mask.
+struct DeferredModLane {
+  __device__ __forceinline__ explicit DeferredModLane(const ModPlace&) {}
   __device__ __forceinline__ ModLane at(const ModPlace& place) const { return ModLane(place); }
 };
 
@@ -81,7 +75,7 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
   static constexpr int kPiece = 16, kPieceOfApply = kModsTogether ? kCount : kScoreMod ? kPiece : 4;
 
   const ModPlace place;
-  const FoundModLane<kScoreMod> found;
+  const Select<kScoreMod, ModLane, DeferredModLane> lane;
   const Dropout dropout;
   unsigned kept[(kCount + 31) / 32] = {};  // a bit for each element: whether dropout keeps its weight
 
@@ -96,7 +90,7 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
   template <bool kAsksMask>
   __device__ __forceinline__ void apply(float (&s)[kCount]) const {
     if constexpr (kAsksMask || (kScoreMod && !kLate)) {
-      const ModLane& mod_lane = found.at(place);
+      const ModLane& mod_lane = lane.at(place);
       ModHead::Pair pair;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -115,7 +109,7 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
   __device__ __forceinline__ void score(float (&s)[4], float (&slope)[4], int j) const {
     if ((kLate || kDropout) && j > 0 && 4 * j % kPiece == 0) end_piece(place.problem.batch);
     if constexpr (kLate) {
-      const ModLane& mod_lane = found.at(place);
+      const ModLane& mod_lane = lane.at(place);
       const ModHead::Pair pairs[2] = {mod_lane.head.pair(mod_lane.rows[0], j * 8),
                                       mod_lane.head.pair(mod_lane.rows[1], j * 8)};
 #pragma unroll
@@ -148,7 +142,7 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
               query_head,
               row + (kKeysAsRows ? of.first_key : of.first_query),
               column + (kKeysAsRows ? of.first_query : of.first_key)},
-        found(place),
+        lane(place),
         dropout(params, of.number, query_head) {
     if constexpr (kDropout) {
       const int lane = fresh_thread() % 32;

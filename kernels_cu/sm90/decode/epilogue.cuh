@@ -27,7 +27,7 @@ struct DecodeOutput {
     if (params.lse != nullptr) params.lse[work.sequence(params.problem).lse_offset(row.head) + row.query] = lse;
   }
 
-  // Counts the sink of a row's head, once all splits of the row are merged: as SinkOf::add, but for rows that are not
+  // Counts the sink of a row's head, once all splits of the row are merged: as Sink::add, but for rows that are not
   // used, which see nothing.
   __device__ __forceinline__ void count_sink(const QueryWork& work, const Row& row, float& o_scale, float& lse) const {
     if constexpr (kSinks) {
