@@ -57,8 +57,8 @@ def backward_plan(
     few_keys = "with so few keys, the query heads of a kv head are better shared out among blocks"
     if reason is None and changes_weights(problem):
         candidate = _mod_plan(problem, device, spilled)
-        by_rows = candidate is not None and candidate.launches[-1].variant.source == "sm90/backward/backward_rows.cu"
-        if candidate is not None and not (by_rows and _has_few_keys(problem, device, 1)):
+        is_dq_dkv = candidate is not None and candidate.launches[-1].variant.source.endswith("backward_dq_dkv.cu")
+        if candidate is not None and not (is_dq_dkv and _has_few_keys(problem, device, 1)):
             return candidate
         reason = few_keys if candidate is not None else "mods need more registers than it has"
     elif reason is None:
@@ -396,7 +396,7 @@ def _warpgroup_variant(
     tile: WarpgroupBackwardTile | WarpgroupRowsTile,
     is_sparse: bool = False,
 ) -> Variant:
-    kernel = "backward" if isinstance(tile, WarpgroupBackwardTile) else "backward_rows"
+    kernel = "backward" if isinstance(tile, WarpgroupBackwardTile) else "backward_dq_dkv"
     keys_as_rows = op != "backward_dq"
     mod_code = make_mod_code(problem, keys_as_rows, is_sparse=is_sparse) if changes_weights(problem) else None
     return make_variant(problem, device, op, f"sm90/backward/{kernel}.cu", tile, mod_code)

@@ -25,7 +25,7 @@ PARAMS = {
     "sm90/decode/decode.cu": "DecodeParams",
     "sm90/decode/narrow.cu": "DecodeParams",
     "sm90/backward/backward.cu": "TiledBackwardParams",
-    "sm90/backward/backward_rows.cu": "TiledRowsParams",
+    "sm90/backward/backward_dq_dkv.cu": "TiledRowsParams",
     "sm80/backward_mods.cu": "ModGradientParams",
     "portable/delta.cu": "DeltaParams",
     "portable/convert.cu": "ConvertParams",

@@ -254,7 +254,7 @@ struct TiledBackwardParams {
   const int *tile_counts, *key_steps, *key_order;  // of portable/tile_counts.cu, or null unless block-sparse
 };
 
-// sm90/backward/backward_rows.cu, the same for its three gradients.
+// sm90/backward/backward_dq_dkv.cu, the same for its three gradients.
 struct TiledRowsParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
   const float* stats;  // as in TiledBackwardParams

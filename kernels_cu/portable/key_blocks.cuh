@@ -1,6 +1,6 @@
 // Of variable-length sequences, what delta.cu does for kernels that go over their blocks: it lists key blocks that some
 // query sees (for sm90/backward/backward.cu) or which blocks the slots of queries and keys hold (for
-// sm90/backward/backward_rows.cu), and sets the gradients of keys that no query sees to zero.
+// sm90/backward/backward_dq_dkv.cu), and sets the gradients of keys that no query sees to zero.
 #pragma once
 #include "../common/visible_rows.cuh"
 #include "../common/vector.cuh"

@@ -226,7 +226,7 @@ def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_th
 def test_kernels_by_rows_take_key_blocks_that_are_few_if_two_blocks_share_each() -> None:
     def goes_by_rows(key_blocks: int, **more: Any) -> bool:
         launches = backward(256, 256, dims=(1, key_blocks * KEY_ROWS, key_blocks * KEY_ROWS, 8, 1), **more).launches
-        return launches[-1].variant.source == "sm90/backward/backward_rows.cu"
+        return launches[-1].variant.source == "sm90/backward/backward_dq_dkv.cu"
 
     # half as many blocks as there are SMs, or more: two for each key block, or one
     assert (goes_by_rows(SMS // 4, causal=True), goes_by_rows(SMS // 4 - 1, causal=True)) == (True, False)

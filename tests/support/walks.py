@@ -297,5 +297,5 @@ ONE_BLOCK: dict[str, Callable[[Walk, int], Iterator[Piece | Rows | Touch]]] = {
     "sm80/backward.cu": Walk.key_block,
     "sm80/backward_dq.cu": Walk.query_block,
     "sm90/backward/backward.cu": Walk.steps_of_keys,
-    "sm90/backward/backward_rows.cu": Walk.rows_of_gradient,
+    "sm90/backward/backward_dq_dkv.cu": Walk.rows_of_gradient,
 }

@@ -9,7 +9,7 @@
 // other, each over its query heads. Of the first and of the last one it may take only some steps, if others share them.
 struct DenseKeyBlocks : AnyKeyBlock {
   struct SchedulerStorage {
-    unsigned number;  // of this thread block: its index or, if there is a counter, its place among those that begin
+    unsigned cta;  // this thread block: its index or, if there is a counter, its place among those that begin
 
     __device__ void init() const {}
 
@@ -18,9 +18,9 @@ struct DenseKeyBlocks : AnyKeyBlock {
     // begin.
     __device__ __forceinline__ void take_number(const Params& p) const {
       if (kSharesHeads) return;
-      unsigned number = blockIdx.x;
-      if (p.counter != nullptr) number = atomicInc(p.counter, gridDim.x - 1);
-      st_shared_u32(smem_address(&this->number), number);
+      unsigned taken = blockIdx.x;
+      if (p.counter != nullptr) taken = atomicInc(p.counter, gridDim.x - 1);
+      st_shared_u32(smem_address(&cta), taken);
     }
   };
 
@@ -38,11 +38,11 @@ struct DenseKeyBlocks : AnyKeyBlock {
       return;
     }
     const unsigned heads = problem.batch * (problem.heads_q / problem.heads_per_kv);
-    const unsigned num_parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
-    const unsigned number = kSharesHeads ? blockIdx.x >> parts_log2(p) : ld_shared_u32(smem_address(&storage.number));
-    const HeadBlock part = lpt_order(number, num_parts, heads, p.heads_in_l2);
-    index = part.head * p.num_k_blocks + part.block * p.key_blocks, skipped = 0;
-    index_end = const_min<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
+    const unsigned num_runs = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
+    const unsigned cta = kSharesHeads ? blockIdx.x >> parts_log2(p) : ld_shared_u32(smem_address(&storage.cta));
+    const HeadBlock run = lpt_order(cta, num_runs, heads, p.heads_in_l2);
+    index = run.head * p.num_k_blocks + run.block * p.key_blocks, skipped = 0;
+    index_end = const_min<int>(index + p.key_blocks, (run.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
   }
 
   // Goes to the next key block. The result is false if there is none.
@@ -109,9 +109,9 @@ struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
       const unsigned index = atomicAdd(taken(), 1u);
       const unsigned heads = problem.heads_q / problem.heads_per_kv, listed = shares.x, whole = shares.y;
       const unsigned parts = index < whole ? 1 : shares.z, of_parts = (index - whole) / parts;
-      const unsigned number = index < whole ? index : whole + of_parts;
-      if (number < listed * heads) {
-        const HeadBlock at = lpt_order(number, listed, heads, params.heads_in_l2);
+      const unsigned work_idx = index < whole ? index : whole + of_parts;
+      if (work_idx < listed * heads) {
+        const HeadBlock at = lpt_order(work_idx, listed, heads, params.heads_in_l2);
         push(next, params.key_list, at.block, {at.head, of_parts, index - whole - of_parts * parts, parts});
       } else {
         end(next);

@@ -15,7 +15,7 @@
 //                       For dv the s of the next tile is begun first.
 // Barriers b_full, d_full    the tile has arrived, the first one together with a, or c
 //          b_empty, d_empty  every warp is done with it
-//          full, empty, requested, rows_left  if varlen: in rows_scheduler.cuh
+//          full, empty, requested, rows_left  if varlen: in dq_dkv_scheduler.cuh
 //          kRowsRead         named, of a warpgroup: its warps are done with its rows of a
 //          kSumsMade         named, of all consumers: where another thread block shares the rows
 //
@@ -23,7 +23,7 @@
 // them to the consumers (step_ring.cuh).
 #include "../../ptx/cp_async.cuh"
 #include "mod_step.cuh"
-#include "rows_storage.cuh"
+#include "dq_dkv_storage.cuh"
 #include "shared_keys.cuh"
 
 enum NamedBarrier {
@@ -313,7 +313,7 @@ struct Consumer : Role {
   // whole, which is the last to come.
   __device__ __forceinline__ bool add_up() {
     const int thread = fresh_thread() - 128;  // of the consumers. why fresh: registers
-    const unsigned nth = number_of_rows();
+    const unsigned nth = row_block_idx();
     bar_sync(kSumsMade, kConsumerThreads);  // why: the place of lse is written to, which all have read now
     return add_in_order(params.semaphores + params.first_semaphore + nth, kSharers, smem.lse, kSumsMade, thread,
                         [&](bool first, bool last) { add_up_shared(out, params.acc, nth, thread, first, last); });

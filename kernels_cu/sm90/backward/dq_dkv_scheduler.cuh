@@ -1,5 +1,5 @@
-// The work of a thread block in backward on Hopper by rows: a block of rows of a head, and the tiles of columns that it
-// sees. Rows are queries and columns keys, or the other way round.
+// The work of a thread block in backward_dq_dkv: a block of rows of a head, and the tiles of columns that it sees. Rows
+// are queries and columns keys, or the other way round.
 #pragma once
 #include "../../common/select.cuh"
 #include "../../common/tile_range.cuh"
@@ -36,10 +36,10 @@ __device__ __forceinline__ int heads_of_columns(const ProblemParams& p) { return
 constexpr int kSharers = kSharesHeads ? 2 : 1;
 
 // The number of the block of rows of this thread block.
-__device__ __forceinline__ unsigned number_of_rows() {
-  unsigned number = blockIdx.x / kSharers;
-  if (kSharesHeads) asm volatile("" : "+r"(number));  // why: what is found again is not kept
-  return number;
+__device__ __forceinline__ unsigned row_block_idx() {
+  unsigned index = blockIdx.x / kSharers;
+  if (kSharesHeads) asm volatile("" : "+r"(index));  // why: what is found again is not kept
+  return index;
 }
 
 // In the names of the result, rows are queries.
@@ -66,7 +66,7 @@ struct DenseRowBlock {
   __device__ __forceinline__ void find() {
     const Params& p = params;
     const unsigned blocks = blocks_of_rows(p), heads = heads_of_rows(p.problem);
-    const Work work(lpt_order(number_of_rows(), blocks, p.problem.batch * heads, p.heads_in_l2), heads);
+    const Work work(lpt_order(row_block_idx(), blocks, p.problem.batch * heads, p.heads_in_l2), heads);
     batch = work.batch, head = work.head;
     row_begin = (kRowsAreQueries ? blocks - 1 - work.block : work.block) * kRows;
     columns = visible_columns(mask_of_rows(sequence().mask()), row_begin);

@@ -1,7 +1,7 @@
-// Shared memory of backward on Hopper by rows, and its barriers. backward_rows.cu says what a, b, c and d are.
+// Shared memory of backward_dq_dkv, and its barriers. backward_dq_dkv.cu says what a, b, c and d are.
 #pragma once
 #include "gradient_fragment.cuh"
-#include "rows_scheduler.cuh"
+#include "dq_dkv_scheduler.cuh"
 
 static_assert(kOutDim <= kHeadDim, "the gradient leaves through the place of a");
 
