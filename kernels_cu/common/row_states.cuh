@@ -96,13 +96,13 @@ struct RowStates {
         // them this thread's is.
         const int row_bytes = 4 * (of_splits ? kHeadDimV : kStateColumns),
                   together = of_splits ? kPassRows : kStateRows;
-        const int number = of_splits ? thread_row() : row, num_states = of_splits ? rows.num_splits : kStateWarps;
+        const int state_row = of_splits ? thread_row() : row, num_states = of_splits ? rows.num_splits : kStateWarps;
         const bool exists = thread_row() < kPassRows && row < num_rows;
         MergedRow merged;
 #pragma unroll 1
         for (int n = 0; n < num_states; n += 4) {
           if (of_splits && n % kFetched == 0) fetch(first, num_rows, n);
-          const int begin = n % kFetched * together + number;
+          const int begin = n % kFetched * together + state_row;
           const unsigned from = smem + begin * row_bytes + 4 * column;
           if (exists) merged.add(from, together * row_bytes, sums() + 8 * begin, 8 * together);
         }
@@ -137,7 +137,7 @@ struct RowStates {
   __device__ __forceinline__ void fetch(int first, int end, int begin) const {
     const long long place = rows.partial_row(begin, first), of_split = rows.partial_row(begin + 1, first) - place;
     const int row = thread_row(), count = min(rows.num_splits - begin, kFetched);
-    const int number = fresh_thread() % kStateThreads, split = number / kPassRows, of_row = number % kPassRows;
+    const int thread = fresh_thread() % kStateThreads, split = thread / kPassRows, of_row = thread % kPassRows;
     float2 of = {0.0f, 0.0f};
     if (split < count && first + of_row < end) of = __ldcg(rows.partial_sums() + place + split * of_split + of_row);
     rows.sync();  // why: the sums of the splits before these were read
@@ -150,7 +150,7 @@ struct RowStates {
         to += 4 * kPassRows * kHeadDimV, from += of_split * kHeadDimV;
       }
     }
-    if (split < kFetched) st_shared_v2(sums() + 8 * number, __float_as_uint(of.x), __float_as_uint(of.y));
+    if (split < kFetched) st_shared_v2(sums() + 8 * thread, __float_as_uint(of.x), __float_as_uint(of.y));
     cp_async_commit();
     cp_async_wait<0>();
     rows.sync();

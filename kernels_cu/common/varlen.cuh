@@ -5,7 +5,7 @@
 #include "select.cuh"
 #include "sequence.cuh"
 
-__device__ __forceinline__ int clamped(int number, int most) { return min(max(number, 0), most); }
+__device__ __forceinline__ int clamped(int x, int most) { return min(max(x, 0), most); }
 
 // A length. why past the L1 cache: that keeps what was read before a kernel ahead wrote to it (kReadsAhead).
 __device__ __forceinline__ int read_number(const int* at) {

@@ -77,8 +77,8 @@ struct alignas(16) VisibleBlock : VisibleRows, ListedSeqlens {
   int block;  // its number among those of the sequence, or kNone
 
   VisibleBlock() = default;
-  __device__ VisibleBlock(const VisibleRows& rows, const ListedSeqlens& sequence, int number)
-      : VisibleRows(rows), ListedSeqlens(sequence), block(number) {}
+  __device__ VisibleBlock(const VisibleRows& rows, const ListedSeqlens& sequence, int block_idx)
+      : VisibleRows(rows), ListedSeqlens(sequence), block(block_idx) {}
 };
 static_assert(sizeof(VisibleBlock) == (kListsSeqlens ? 80 : 64), "the host reserves this much for each");
 

@@ -59,12 +59,12 @@ struct Piece {
   bool in_chunks;                   // whether its chunks begin at 16 bytes of a row
   Chunk<kDType> first, second;
 
-  __device__ __forceinline__ Piece(int number, int columns, int rotary_dim, bool interleaved) {
+  __device__ __forceinline__ Piece(int index, int columns, int rotary_dim, bool interleaved) {
     const int half = rotary_dim / 2, num_rotated = (half + kChunkElements - 1) / kChunkElements;
-    pair = number * kChunkElements;
+    pair = index * kChunkElements;
     pairs = max(min(half - pair, kChunkElements), 0);
     if (pairs == 0) {
-      column = rotary_dim + (number - num_rotated) * kChunkElements, count = columns - column;
+      column = rotary_dim + (index - num_rotated) * kChunkElements, count = columns - column;
       second_column = second_count = 0;
       in_chunks = rotary_dim % kChunkElements == 0;
     } else if (interleaved) {

@@ -94,8 +94,8 @@ struct ModWalk {
   }
 
   // The first step of a part.
-  __device__ __forceinline__ int bound(int number) const {
-    return static_cast<int>(static_cast<long long>(p.num_steps) * number / p.parts);
+  __device__ __forceinline__ int bound(int part_idx) const {
+    return static_cast<int>(static_cast<long long>(p.num_steps) * part_idx / p.parts);
   }
 
   // new_slot: where another sequence is to be scheduled.

@@ -1,4 +1,4 @@
-// The work of a thread block of this family: a block of queries, or a block of keys.
+// The work of a thread block of sm80's kernels: a block of queries, or a block of keys.
 #pragma once
 #include "../common/select.cuh"
 #include "../common/varlen.cuh"

@@ -135,11 +135,11 @@ struct DecodeTileScheduler : WorkCounter {
     ProblemParams problem = params.problem;
     if (kFewSequences) problem.cu_seqlens_q = problem.cu_seqlens_k = nullptr;
     const Axis axis = axis_of_queries(problem);
-    const int lane = threadIdx.x % 32, number = 32 * group + lane;
-    const bool exists = number < num_parts(params);
+    const int lane = threadIdx.x % 32, part_idx = 32 * group + lane;
+    const bool exists = part_idx < num_parts(params);
     Range rows = {0, axis.rows};
     if (is_packed(params)) {
-      int end = exists ? axis.bound(number + 1) : 0;
+      int end = exists ? axis.bound(part_idx + 1) : 0;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, end, step);
@@ -149,7 +149,7 @@ struct DecodeTileScheduler : WorkCounter {
       const int before = __shfl_up_sync(0xffffffffu, end, 1);
       rows = {lane == 0 ? so_far : before, end};
     }
-    const int of_batch = number - is_packed(params);
+    const int of_batch = part_idx - is_packed(params);
     part.of.set(VarlenSequence(problem, exists ? of_batch : -1), of_batch, rows);
     part.blocks = exists ? blocks_of(params, rows.end - rows.begin) : 0;
     part.tiles = TileRange::touched({part.of.visible_begin, part.of.visible_end}, kBlockK);

@@ -119,8 +119,8 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   const bool loads_v;  // or k
 
   // why two warps: there are many small copies, and a warp makes one at a time.
-  __device__ __forceinline__ PageProducer(const Params& p, const Addresses& addresses, int number)
-      : Base(p, addresses), loads_v(number == 1) {}
+  __device__ __forceinline__ PageProducer(const Params& p, const Addresses& addresses, int producer_idx)
+      : Base(p, addresses), loads_v(producer_idx == 1) {}
 
   // why one site for all loads: their code is long.
   __device__ __forceinline__ void run() {
@@ -309,8 +309,8 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
 
 // The body of the warps that load keys: number 0, and where keys lie in pages also number 1.
 template <class AnyWork, class Params>
-__device__ __forceinline__ void produce_keys(const Params& params, const Addresses& smem, int number) {
+__device__ __forceinline__ void produce_keys(const Params& params, const Addresses& smem, int producer_idx) {
   if constexpr (!kPaged) RowProducer<AnyWork, Params>(params, smem).run();
-  else if (params.page_box > 0) PageProducer<AnyWork, Params, false>(params, smem, number).run();
-  else PageProducer<AnyWork, Params, true>(params, smem, number).run();
+  else if (params.page_box > 0) PageProducer<AnyWork, Params, false>(params, smem, producer_idx).run();
+  else PageProducer<AnyWork, Params, true>(params, smem, producer_idx).run();
 }

@@ -12,8 +12,9 @@
 // Nor do they end together if the last work tiles are those of one sequence after the other, some long and some short.
 // So the blocks of the last tail_parts parts of the axis are scheduled by their numbers, the greatest first.
 struct VarlenTileScheduler : WorkCounter {
-  int blocks = 0;                    // query blocks of a head
-  int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
+  int blocks = 0;  // query blocks of a head
+  // Where the search goes on: a part of the axis, and the blocks of the parts before it.
+  int first_part = 0, blocks_before = 0;
 
   __device__ void begin(const VarlenForwardParams& params) {
     const Axis axis = axis_of_queries(params.problem);
@@ -118,28 +119,28 @@ struct VarlenTileScheduler : WorkCounter {
   // of a greater number come first.
   __device__ static Found find_in_tail(Range rows, int part, int num_blocks, int within) {
     constexpr unsigned kAll = 0xffffffffu;
-    // More than `within` blocks have `number` or a greater one, but no more than `within` have `end` or a greater one.
-    int number = 0, end = __reduce_max_sync(kAll, num_blocks);
+    // More than `within` blocks have `low` or a greater one, but no more than `within` have `end` or a greater one.
+    int low = 0, end = __reduce_max_sync(kAll, num_blocks);
 #pragma unroll 1
-    while (end - number > 1) {
-      const int middle = (number + end) / 2;
+    while (end - low > 1) {
+      const int middle = (low + end) / 2;
       const bool is_below = __reduce_add_sync(kAll, const_max(num_blocks - middle, 0)) <= within;
-      (is_below ? end : number) = middle;
+      (is_below ? end : low) = middle;
     }
     within -= __reduce_add_sync(kAll, const_max(num_blocks - end, 0));
-    const unsigned having = __ballot_sync(kAll, num_blocks > number), before = (1u << threadIdx.x % 32) - 1;
-    const int from = __ffs(__ballot_sync(kAll, num_blocks > number && __popc(having & before) == within)) - 1;
+    const unsigned having = __ballot_sync(kAll, num_blocks > low), before = (1u << threadIdx.x % 32) - 1;
+    const int from = __ffs(__ballot_sync(kAll, num_blocks > low && __popc(having & before) == within)) - 1;
     auto found = [&](int x) { return __shfl_sync(kAll, x, from); };
-    return {found(part), number, {found(rows.begin), found(rows.end)}};
+    return {found(part), low, {found(rows.begin), found(rows.end)}};
   }
 
   __device__ Found find_in_order(const Axis& axis, int block) {
     const int lane = threadIdx.x % 32, parts = axis.batch + 2;
-    if (block < blocks_before) group = blocks_before = 0;
+    if (block < blocks_before) first_part = blocks_before = 0;
 #pragma unroll 1
-    for (; group < parts; group += 32) {
-      const Range rows = {axis.bound(group + lane), axis.bound(group + lane + 1)};
-      int end = group + lane < parts ? blocks_of(rows.end - rows.begin) : 0;
+    for (; first_part < parts; first_part += 32) {
+      const Range rows = {axis.bound(first_part + lane), axis.bound(first_part + lane + 1)};
+      int end = first_part + lane < parts ? blocks_of(rows.end - rows.begin) : 0;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, end, step);
@@ -150,7 +151,7 @@ struct VarlenTileScheduler : WorkCounter {
       if (past != 0) {
         const int first = __ffs(past) - 1;
         auto found = [&](int x) { return __shfl_sync(0xffffffffu, x, first); };
-        return {group + first, found(end) - 1 - block, {found(rows.begin), found(rows.end)}};
+        return {first_part + first, found(end) - 1 - block, {found(rows.begin), found(rows.end)}};
       }
       blocks_before = __shfl_sync(0xffffffffu, end, 31);
     }
