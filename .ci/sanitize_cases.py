@@ -65,7 +65,7 @@ def hopper_cases() -> Iterator[Case]:
         yield Case(name, 1, *shape, dtype, causal=True)
         yield Case(f"{name}_large", 1, *shape, dtype, causal=True, softmax_scale=LARGE)
         yield Case(f"{name}_w", 1, *shape, dtype, False, (least + 90, 20), None, 15.0, LARGE)
-    rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]
+    rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.DQ_DKV)]
     for dtype, dims in itertools.product(("float16", "bfloat16"), dict.fromkeys(rows)):
         shape, name = (2, 2, *dims, dtype), f"{dtype}_{dims[0]}_{dims[1]}_gradients"
         yield Case(name, 1, 200, 300, *shape, causal=True)
@@ -80,7 +80,7 @@ def hopper_cases() -> Iterator[Case]:
             name, queries = f"{dtype}_{tile.head_dim}_{tile.min_queries}_parts", max(tile.min_queries + 100, 300)
             shape = queries, 200, 16, 1, tile.head_dim, tile.head_dim_v
             yield Case(name, 1, *shape, dtype, causal=True, diagonal_offset=100, softcap=capped)
-    by_rows = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.ROWS)
+    by_rows = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.DQ_DKV)
     for dtype, dims, capped in itertools.product(("float16", "bfloat16"), by_rows, (0.0, 15.0)):  # the same by rows
         shape = device.query(0).num_sms // 2 + 1, 200, 100, 8, 1, *dims
         yield Case(f"{dtype}_{dims[0]}_{dims[1]}_sharing", *shape, dtype, causal=True, softcap=capped)
@@ -197,7 +197,7 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
             yield SequenceCase(base, num_splits=splits), ("flash2",)
             wide = replace(base, name=f"{base.name}_wide", softmax_scale=LARGE)
             yield SequenceCase(wide, wide=True, wild=True, num_splits=splits), ("flash2",)
-    rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]
+    rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.DQ_DKV)]
     lengths = (300, 0, 1, 200), (150, 5, 260, 0)
     masked = {"window_size": (150, 20), "diagonal_offset": 10, "softcap": 15.0}
     for dtype, dims in itertools.product(("float16", "bfloat16"), dict.fromkeys(rows)):

@@ -34,7 +34,7 @@ from .hopper import HOPPER, reason_against
 from .mod_code import ModCode, make_mod_code
 from .plan import Launch, Plan, TmaBox, blocks_of, make_plan, make_variant
 from .tiles_sm80 import BackwardTile, Tile
-from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
+from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupDqDkvTile
 from .variant import PORTABLE_THREADS, Variant
 
 KEY_SHARES_WORDS = 4  # numbers of how the list of key blocks is shared out: common/visible_rows.cuh
@@ -71,7 +71,7 @@ def backward_plan(
             return _warpgroup_plan(problem, device, tile)
         shares = choose_sharing_rows(problem, device, rows[1].block_q)
         if not _has_few_keys(problem, device, 2 if shares else 1):
-            return _rows_plan(problem, device, rows, shares=shares)
+            return _dq_dkv_plan(problem, device, rows, shares=shares)
         reason = few_keys
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
 
@@ -121,13 +121,13 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
         fitting = (
             (tile, is_sparse)
             for is_sparse, tile in product(ways, tiles)
-            if _rows_variant(problem, device, tile, is_sparse) not in spilled
+            if _dq_dkv_variant(problem, device, tile, is_sparse) not in spilled
         )
         if (fits := next(fitting, None)) is None:
             return None
         rows.append(fits)
     taken, skipping = zip(*rows, strict=True)
-    return _rows_plan(problem, device, taken, skipping)
+    return _dq_dkv_plan(problem, device, taken, skipping)
 
 
 def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
@@ -324,10 +324,10 @@ def _sums(
     }
 
 
-def _rows_plan(
+def _dq_dkv_plan(
     problem: Problem,
     device: Device,
-    tiles: tuple[WarpgroupRowsTile, ...],
+    tiles: tuple[WarpgroupDqDkvTile, ...],
     is_sparse: tuple[bool, ...] = (False,) * 3,
     shares: bool = False,
 ) -> Plan:
@@ -356,7 +356,7 @@ def _rows_plan(
     launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_semaphores)]
     for tile, skips in zip(tiles, is_sparse, strict=True):
         shared, result = shares and tile.gradient != "dq", tile.gradient
-        variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
+        variant = _dq_dkv_variant(problem, device, replace(tile, shares_heads=shared), skips)
         num_work = work[result != "dq"] * (2 if shared else 1)
         blocks = num_work if varlen is None else min(num_work, device.num_sms)
         launch_fields = fields | {"first_semaphore": work[1] if result == "dv" else 0} if shared else fields
@@ -393,7 +393,7 @@ def _warpgroup_variant(
     problem: Problem,
     device: Device,
     op: str,
-    tile: WarpgroupBackwardTile | WarpgroupRowsTile,
+    tile: WarpgroupBackwardTile | WarpgroupDqDkvTile,
     is_sparse: bool = False,
 ) -> Variant:
     kernel = "backward" if isinstance(tile, WarpgroupBackwardTile) else "backward_dq_dkv"
@@ -402,5 +402,5 @@ def _warpgroup_variant(
     return make_variant(problem, device, op, f"sm90/backward/{kernel}.cu", tile, mod_code)
 
 
-def _rows_variant(problem: Problem, device: Device, tile: WarpgroupRowsTile, is_sparse: bool = False) -> Variant:
+def _dq_dkv_variant(problem: Problem, device: Device, tile: WarpgroupDqDkvTile, is_sparse: bool = False) -> Variant:
     return _warpgroup_variant(problem, device, f"backward_{tile.gradient}", tile, is_sparse)

@@ -162,7 +162,7 @@ class WarpgroupBackwardTile:
 
 
 @dataclass(frozen=True, slots=True)
-class WarpgroupRowsTile:
+class WarpgroupDqDkvTile:
     """Compile-time shape of one block of a kernel for one gradient: two warpgroups share 128 rows.
 
     Rows are queries for dq, and keys for dk and dv. A tile has `columns` keys for dq, and so many queries for dk and
@@ -259,25 +259,25 @@ MOD_BACKWARD = (
     WarpgroupBackwardTile(128, 128, 64),
 )
 # Larger head dims have a row for each gradient, because dk and dv of 128 keys do not fit the registers side by side.
-ROWS = (
-    *(WarpgroupRowsTile(gradient, 192, 128, 64, 3, 3) for gradient in ("dq", "dk")),
-    WarpgroupRowsTile("dv", 192, 128, 64, 4, 4),
-    *(WarpgroupRowsTile(gradient, 192, 192, 64, 3, 2) for gradient in ("dq", "dk")),
-    WarpgroupRowsTile("dv", 192, 192, 64, 4, 3),
-    *(WarpgroupRowsTile(gradient, 256, 256, 32, 3, 3, softcap=True) for gradient in ("dq", "dk")),
-    *(WarpgroupRowsTile(gradient, 256, 256, 64, 2, 1, softcap=False) for gradient in ("dq", "dk")),
-    WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
+DQ_DKV = (
+    *(WarpgroupDqDkvTile(gradient, 192, 128, 64, 3, 3) for gradient in ("dq", "dk")),
+    WarpgroupDqDkvTile("dv", 192, 128, 64, 4, 4),
+    *(WarpgroupDqDkvTile(gradient, 192, 192, 64, 3, 2) for gradient in ("dq", "dk")),
+    WarpgroupDqDkvTile("dv", 192, 192, 64, 4, 3),
+    *(WarpgroupDqDkvTile(gradient, 256, 256, 32, 3, 3, softcap=True) for gradient in ("dq", "dk")),
+    *(WarpgroupDqDkvTile(gradient, 256, 256, 64, 2, 1, softcap=False) for gradient in ("dq", "dk")),
+    WarpgroupDqDkvTile("dv", 256, 256, 64, 3, 2),
 )
 
 # The same with mods, for each gradient in order of preference. why fewer columns at once for the largest: with 64,
 # most functions spill.
 MOD_ROWS = (
-    *(tile for tile in ROWS if tile.head_dim < 256),
-    *(WarpgroupRowsTile(gradient, 192, 128, 32, 3, 3) for gradient in GRADIENTS),
-    *(WarpgroupRowsTile(gradient, 192, 192, 32, 3, 3) for gradient in GRADIENTS),
-    *(WarpgroupRowsTile(gradient, 256, 256, 32, 3, 3) for gradient in ("dq", "dk")),
-    WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
-    WarpgroupRowsTile("dv", 256, 256, 32, 3, 3),
+    *(tile for tile in DQ_DKV if tile.head_dim < 256),
+    *(WarpgroupDqDkvTile(gradient, 192, 128, 32, 3, 3) for gradient in GRADIENTS),
+    *(WarpgroupDqDkvTile(gradient, 192, 192, 32, 3, 3) for gradient in GRADIENTS),
+    *(WarpgroupDqDkvTile(gradient, 256, 256, 32, 3, 3) for gradient in ("dq", "dk")),
+    WarpgroupDqDkvTile("dv", 256, 256, 64, 3, 2),
+    WarpgroupDqDkvTile("dv", 256, 256, 32, 3, 3),
 )
 
 
@@ -339,13 +339,13 @@ def choose_mod_backward(
     return tuple(sorted(covers, key=lambda t: (t.head_dim, t.head_dim_v)))
 
 
-def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupRowsTile, ...]:
+def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupDqDkvTile, ...]:
     """The first row for these head dims for each gradient; empty if there is none."""
-    covers = [t for t in ROWS if _covers(t, head_dim, head_dim_v, softcap)]
+    covers = [t for t in DQ_DKV if _covers(t, head_dim, head_dim_v, softcap)]
     return tuple(next(t for t in covers if t.gradient == gradient) for gradient in GRADIENTS) if covers else ()
 
 
-def choose_mod_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tuple[WarpgroupRowsTile, ...], ...]:
+def choose_mod_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tuple[WarpgroupDqDkvTile, ...], ...]:
     """Tiles for mods, of each gradient in order of preference; empty if none fits."""
     covers = [t for t in MOD_ROWS if _covers(t, head_dim, head_dim_v, softcap)]
     # why only those of the first one's head dims: tiles for larger ones need no fewer registers.
@@ -354,6 +354,6 @@ def choose_mod_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tupl
 
 
 def _covers(
-    tile: WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile, head_dim: int, head_dim_v: int, softcap: bool
+    tile: WarpgroupTile | WarpgroupBackwardTile | WarpgroupDqDkvTile, head_dim: int, head_dim_v: int, softcap: bool
 ) -> bool:
     return head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)

@@ -9,7 +9,7 @@ from ..locks import Once
 from ..problem.dtypes import DTYPES
 from .mod_code import ModCode
 from .tiles_sm80 import BackwardTile, Tile
-from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile, WarpgroupTile
+from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupDqDkvTile, WarpgroupTile
 
 ALGORITHM_CODES = {"flash1": 1, "flash2": 2, "flashd": 3}
 PORTABLE_THREADS = 256
@@ -25,7 +25,7 @@ PARAMS = {
     "sm90/decode/decode.cu": "DecodeParams",
     "sm90/decode/narrow.cu": "DecodeParams",
     "sm90/backward/backward.cu": "TiledBackwardParams",
-    "sm90/backward/backward_dq_dkv.cu": "TiledRowsParams",
+    "sm90/backward/backward_dq_dkv.cu": "TiledDqDkvParams",
     "sm80/backward_mods.cu": "ModGradientParams",
     "portable/delta.cu": "DeltaParams",
     "portable/convert.cu": "ConvertParams",
@@ -40,7 +40,7 @@ PARAMS = {
 PARAMS_OF_VARLEN = {"sm90/forward/forward.cu": "VarlenForwardParams", "sm90/forward/lse.cu": "VarlenForwardParams"}
 # Kernels that wait by themselves for those ahead of them on the stream; portable/delta.cu is ahead of the last two.
 WAITING = {"sm90/decode/decode.cu", "sm90/decode/narrow.cu", "sm90/backward/backward.cu", "portable/tile_counts.cu"}
-AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
+AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupDqDkvTile
 
 
 @dataclass(frozen=True)

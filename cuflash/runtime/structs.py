@@ -172,7 +172,7 @@ _STRUCTS: dict[str, Fields] = {
         *_ints("list_lines list_stride_batch list_stride_head unused"),
         *_pointers("tile_counts key_steps key_order"),
     ],
-    "TiledRowsParams": [
+    "TiledDqDkvParams": [
         *_maps("q k v dout dq dk dv"),
         *_pointers("stats q_blocks k_blocks counter acc semaphores"),
         *_PROBLEM,

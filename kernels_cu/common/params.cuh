@@ -255,7 +255,7 @@ struct TiledBackwardParams {
 };
 
 // sm90/backward/backward_dq_dkv.cu, the same for its three gradients.
-struct TiledRowsParams {
+struct TiledDqDkvParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
   const float* stats;  // as in TiledBackwardParams
   // Varlen: as in DeltaParams, and the counter of the work that thread blocks have taken.

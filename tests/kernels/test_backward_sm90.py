@@ -25,7 +25,7 @@ from cuflash.testing.layouts import heads_first, host, identical, laid_out, odd_
 pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("new_memory_holds_nan")]
 HALVES = [case for case in COMPUTED if case.dtype != "float32"]
 FUSED = [tile for tile in tiles_sm90.BACKWARD if tile.softcap is not True]  # all gradients in one kernel
-BY_ROWS = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.ROWS)  # a kernel for each
+BY_ROWS = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.DQ_DKV)  # a kernel for each
 
 
 @pytest.fixture(

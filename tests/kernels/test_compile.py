@@ -240,8 +240,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     gradients = [("backward", replace(row, shares_heads=True), False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row, False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row.for_varlen(), True) for row in tiles_sm90.BACKWARD if not row.min_queries]
-    gradients += [(f"backward_{row.gradient}", row, lengths) for row in tiles_sm90.ROWS for lengths in (False, True)]
-    of_keys = [replace(row, shares_heads=True) for row in tiles_sm90.ROWS if row.gradient != "dq"]
+    gradients += [(f"backward_{row.gradient}", row, lengths) for row in tiles_sm90.DQ_DKV for lengths in (False, True)]
+    of_keys = [replace(row, shares_heads=True) for row in tiles_sm90.DQ_DKV if row.gradient != "dq"]
     gradients += [(f"backward_{row.gradient}", row, False) for row in of_keys]
     of_gradients = set()
     for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):

@@ -28,7 +28,7 @@ from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID
 from cuflash.planning.planner import plan as make_plan
 from cuflash.planning.tile import rounded_up
-from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile
+from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, WarpgroupDqDkvTile
 from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.mod_spec import make_mod_spec
@@ -238,8 +238,8 @@ def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() ->
         )
     assert plan.variant is plan.launches[2].variant
     wide, narrow = plan.variant.tile, make_plan(problem, DEVICES["sm_90"], spilled={plan.variant}).launches[2].variant
-    assert isinstance(wide, WarpgroupRowsTile)
-    assert isinstance(narrow.tile, WarpgroupRowsTile)
+    assert isinstance(wide, WarpgroupDqDkvTile)
+    assert isinstance(narrow.tile, WarpgroupDqDkvTile)
     assert wide.columns > narrow.tile.columns
     assert narrow.mod_code == make_mod_code(problem, is_sparse=True)
     again = make_plan(problem, DEVICES["sm_90"], spilled={plan.variant, narrow})

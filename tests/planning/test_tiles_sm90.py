@@ -10,9 +10,9 @@ import pytest
 from cuflash.planning.device import DEVICES
 from cuflash.planning.tiles_sm90 import (
     BACKWARD,
+    DQ_DKV,
     GRADIENTS,
     MOD_TILES,
-    ROWS,
     TILES,
     choose,
     choose_backward,
@@ -21,7 +21,7 @@ from cuflash.planning.tiles_sm90 import (
 
 MANY = float("inf")
 CAPPED = (False, True)
-EVERY = [pytest.param(row, id=f"{type(row).__name__}-{n}") for n, row in enumerate((*TILES, *BACKWARD, *ROWS))]
+EVERY = [pytest.param(row, id=f"{type(row).__name__}-{n}") for n, row in enumerate((*TILES, *BACKWARD, *DQ_DKV))]
 
 
 def chosen(row: Any, head_dim: int, head_dim_v: int, capped: bool, count: float | None = None) -> Any:

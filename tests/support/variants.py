@@ -168,7 +168,7 @@ def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
 def edges(dtype: str, of_hopper: bool) -> list[int]:
     """Head dims at which the choice of a tile can change: those of a row, and the next one; and 1."""
     of_any_gpu = *TILES[dtype], *BACKWARD[dtype], *DQ[dtype]
-    rows = (*tiles_sm90.TILES, *tiles_sm90.BACKWARD, *tiles_sm90.ROWS) if of_hopper else of_any_gpu
+    rows = (*tiles_sm90.TILES, *tiles_sm90.BACKWARD, *tiles_sm90.DQ_DKV) if of_hopper else of_any_gpu
     dims = {row.head_dim for row in rows} | {row.head_dim_v for row in rows}
     if not of_hopper:
         dims |= {row.head_dim_v * row.max_slices for row in TILES[dtype]}

@@ -8,7 +8,7 @@
 #include "../pipeline/work_ring.cuh"
 #include "../pipeline/step_ring.cuh"
 
-using Params = WithMods<TiledRowsParams>;
+using Params = WithMods<TiledDqDkvParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 constexpr bool kRowsAreQueries = kGradient == Gradient::kDq, kWithDp = kGradient != Gradient::kDv;
@@ -18,13 +18,13 @@ static_assert(kRows == (kRowsAreQueries ? kBlockQ : kBlockK), "the consumers sha
 constexpr bool kIsDv = kGradient == Gradient::kDv;
 constexpr int kOutDim = kIsDv ? kHeadDimV : kHeadDim;
 
-__device__ __forceinline__ const TensorMap& map_of_gradient(const TiledRowsParams& p) {
+__device__ __forceinline__ const TensorMap& map_of_gradient(const TiledDqDkvParams& p) {
   return kIsDv ? p.dv_map : kGradient == Gradient::kDk ? p.dk_map : p.dq_map;
 }
 
 // Blocks of rows of a head, or slots for them; heads that have rows, and those whose columns a block of rows goes over:
 // where rows are keys, all query heads of the kv head.
-__device__ __forceinline__ unsigned blocks_of_rows(const TiledRowsParams& p) {
+__device__ __forceinline__ unsigned blocks_of_rows(const TiledDqDkvParams& p) {
   return kRowsAreQueries ? p.num_q_blocks : p.num_k_blocks;
 }
 __device__ __forceinline__ unsigned heads_of_rows(const ProblemParams& p) {
