@@ -44,7 +44,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command, or tells which there are; the exit code is 0 if all is well, 2 for bad usage.
+    """Runs a command, or prints which there are; the exit code is 0 if all is well, 2 for bad usage.
 
     It is 1 if the benchmark or the self-test found a wrong output, an error is too large, a kernel did not compile, or
     this machine cannot run the command; 130 if Ctrl-C ended it.

@@ -22,7 +22,7 @@ class _ThreadState(threading.local):
     sections = 0  # that this thread is in
 
 
-PAUSE = 1e-3  # seconds until who waits looks again
+PAUSE = 1e-3  # seconds between two looks of a thread that waits
 MOST_SECONDS = 60.0  # that a fork waits: longer than a kernel compiles, as a rule
 
 _thread = _ThreadState()
@@ -57,7 +57,7 @@ uninterrupted = Section()
 
 
 class Lock:
-    """`threading.Lock`, or RLock if `reentrant`, for `with` alone; who has it, or waits for it, is in a section."""
+    """`threading.Lock`, or RLock if `reentrant`, for `with` alone; a thread that has or awaits it is in a section."""
 
     __slots__ = ("_lock",)
 
@@ -100,7 +100,7 @@ class Once(Generic[Value]):
 
 
 def _before_fork() -> None:
-    """Returns with the gate closed, so that nobody enters a section until the process is forked."""
+    """Returns with the gate closed, so that no thread enters a section until the process is forked."""
     global _forks
     end = time.monotonic() + MOST_SECONDS
     with _gate:
@@ -108,7 +108,7 @@ def _before_fork() -> None:
     try:
         while True:
             _gate.acquire()
-            # why not from within a section: who is in one may wait for a lock that this thread has.
+            # why not from within a section: a thread in one may wait for a lock that this thread has.
             if not _inside or _thread.sections or time.monotonic() > end:
                 break
             _gate.release()

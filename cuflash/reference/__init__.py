@@ -100,7 +100,7 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
 
 
 def _mask_tiles(problem: Problem, mod_spec: ModSpec, named: Mapping[str, Array]) -> Array:
-    """The mask tiles of a block mask, from the arrays that its mask loads from and those that tell lengths."""
+    """The mask tiles of a block mask, from the arrays that its mask loads from and those of lengths."""
     views = [(named[each.name], each) for each in mod_spec.arrays]
     arrays = tuple([CapturedArray(x, kind.dtype, x.shape, kind.type) for x, kind in views])
     graph = Graph(constant(True) if mod_spec.mask is None else mod_spec.mask, arrays, mod_spec.digest)

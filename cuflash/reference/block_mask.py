@@ -1,6 +1,6 @@
 """Block masks: which mask tiles of 64 queries x 64 keys a mask_mod shows nothing of, shows in part, or shows whole.
 
-Attention passes over the first, and asks the mask_mod of single scores in the second alone. A mask tile has only the
+Attention passes over the first, and evaluates the mask_mod at single scores in the second. A mask tile has only the
 queries and keys that a sequence has: one at the end of a sequence is whole if all that there are in it are seen.
 """
 

@@ -5,7 +5,7 @@ at most -1e37 weighs nothing either. A bias is a part of the score, and one of b
 `b`, `h`, `q_idx` and `k_idx` are the sequence, the query head, and the places of query and key in it.
 
 With a sink x, one more logit of each head that has no value: lse' = ln(exp(lse) + exp(x)), out' = out exp(lse - lse').
-Dropout multiplies a weight by 0, or by 1 / (share that is kept), where it meets v; lse knows nothing of it.
+Dropout multiplies a weight by 0, or by 1 / (share that is kept), where it meets v; lse stays as it is.
 
 Of ds, the gradient of the final scores (`backward`), an array has the sum of ds times the derivative by each load from
 it, and a sink Σ exp(x - lse') (dlse - rowsum(dout ∘ out)).
@@ -117,7 +117,7 @@ class ModScores:
         }
 
     def sees_none(self, batch_idx: int, heads: slice, queries: slice, keys: slice) -> bool:
-        """Returns whether these queries see none of these keys, as far as the mask tiles tell."""
+        """Returns whether these queries see none of these keys, as far as the mask tiles show."""
         if self.mask_tiles is None:
             return False
         b = self.first_batch + batch_idx if self.mask_tiles.shape[0] > 1 else 0

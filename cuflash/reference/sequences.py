@@ -112,7 +112,7 @@ def run(
 
 
 def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
-    """The sequences that have queries, with their places in the batch; `named` has the arrays that tell lengths.
+    """The sequences that have queries, with their places in the batch; `named` has the arrays of lengths.
 
     Those that see nothing come first, and as one without keys: their rows are alike, whichever sequence they are of.
     why no others: they have no rows of results, and gradients of their keys are 0. Neither costs a step of a loop.

@@ -22,7 +22,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any
     group = problem.heads_q // heads_kv
     dtype = accumulator(problem)
     out, lse = no_results(problem, q, v, xp)
-    # why: rows that see nothing keep 0 and -inf, and keys that nobody sees stay out of the products.
+    # why: rows that see nothing keep 0 and -inf, and keys that no row sees stay out of the products.
     row_begin, row_end = mask.row_range(0, problem.seqlen_k)
     key_begin, key_end = mask.key_range(0, problem.seqlen_q)
     if problem.batch == 0 or row_begin == row_end:

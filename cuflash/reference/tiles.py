@@ -68,7 +68,7 @@ class Tile:
     """Keys `begin … end - 1` as a block of queries sees them: k (keys, head_dim), v (keys, head_dim_v), s (rows, keys).
 
     `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does. `masked`
-    tells which scores are -inf, or is None where it makes no difference: see `visible_product`.
+    marks the scores that are -inf, or is None where it makes no difference: see `visible_product`.
     """
 
     begin: int

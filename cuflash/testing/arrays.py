@@ -157,7 +157,7 @@ class CupyArrays(NumpyArrays):
         return result, most - before
 
     def state(self) -> dict[str, float]:
-        """The clock of the SMs in MHz and the power in W at this moment, where nvidia-smi tells them."""
+        """The clock of the SMs in MHz and the power in W at this moment, where nvidia-smi reports them."""
         names = "clocks.sm", "power.draw"
         number = self.cupy.cuda.Device().pci_bus_id
         command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", number]

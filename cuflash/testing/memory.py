@@ -32,7 +32,7 @@ class GuardedMemory:
         return memory + GUARD
 
     def forget(self) -> None:
-        """Gives all memory back, once nobody else refers to it."""
+        """Gives all memory back, once nothing else refers to it."""
         self._allocations.clear()
 
     def check(self) -> None:

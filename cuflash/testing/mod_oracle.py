@@ -130,7 +130,7 @@ class OneSequence:
             x = sinks.astype(self.work)[:, None]
             self.lse, self.of_keys = (np.logaddexp(each, x) for each in (self.lse, self.of_keys))
         self.p = np.where(np.isneginf(s), 0, np.exp(s - self.of_keys[..., None]))
-        # why: what nobody sees is taken out rather than weighed with 0, because 0 * NaN is NaN.
+        # why: keys that no row sees are taken out rather than weighed with 0, because 0 * NaN is NaN.
         sees: Array = ~np.isneginf(s)
         of_group = sees.reshape(self.problem.heads_kv, self.group, *sees.shape[1:]).any(axis=(1, 2))
         values = np.repeat(of_group, self.group, axis=0)[..., None]

@@ -68,8 +68,8 @@ def check_backward(
     dq, dk, dv, *rest = cuflash.backward(put(dout), q, k, v, out, lse, **more)
     of_arrays = rest[0] if rest else ()
     for got, like in zip((dq, dk, dv, *of_arrays), (*there, *captured_grads), strict=False):
-        found_kind, wanted_kind = (tuple(got.shape), got.dtype), (tuple(like.shape), like.dtype)
-        demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
+        kind, expected_kind = (tuple(got.shape), got.dtype), (tuple(like.shape), like.dtype)
+        demand(kind == expected_kind, f"a gradient is {kind}, wanted {expected_kind}")
     if checked:
         check_gradients(
             OracleInputs.dense(case, arrays), make_oracle_mods(make, case), dout, of_lse, (dq, dk, dv), of_arrays

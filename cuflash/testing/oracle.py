@@ -169,7 +169,7 @@ def eps(dtype: np.dtype[Any]) -> float:
 def _visible(problem: Problem, there: Array | None = None) -> tuple[Array, Array, Array]:
     """The mask (rows, keys), cut to the rows that see something and the keys that are seen, and both sets' indices.
 
-    why: what nobody sees is taken out rather than weighed with 0, because 0 * NaN is NaN.
+    why: keys that no row sees are taken out rather than weighed with 0, because 0 * NaN is NaN.
     """
     i, j = np.arange(problem.seqlen_q)[:, None], np.arange(problem.seqlen_k)[None, :]
     sees = (i + problem.mask.lo <= j) & (j <= i + problem.mask.hi)

@@ -1,6 +1,6 @@
 """Variable-length sequences: problems, where their rows lie, and what float64 says of each by itself.
 
-A `Sequences` says how many queries and keys each sequence has and which arrays tell so. `made` draws the arrays and
+A `Sequences` has the numbers of queries and keys of each sequence, and which arrays hold them. `made` draws these and
 notes where the rows of each sequence are; every other row holds NaN. What is expected is put together sequence by
 sequence from `oracle`, and shares no code with `cuflash.reference.sequences`.
 """
@@ -30,7 +30,7 @@ Index = tuple[Array, Array]  # the first two indices of each row of a sequence
 class Sequences:
     """A batch of sequences. place_q: "packed" or "rectangle"; place_k also "cache" (cache_batch_idx) or "paged".
 
-    used_q, used_k: whether seqused tells how many rows are used; each sequence then has as many more as spare_q and
+    used_q, used_k: whether seqused holds how many rows are used; each sequence then has as many more as spare_q and
     spare_k say. gaps: packed rows before the first sequence and after the last. bounded: max_seqlen is given, too.
     """
 
@@ -65,7 +65,7 @@ class Sequences:
         return {name: getattr(self, name) for name in MASK_AND_SCALE}
 
     def bounds(self) -> dict[str, int]:
-        """The bounds on lengths that the caller knows."""
+        """The bounds on lengths, if they are given."""
         longest = {"max_seqlen_q": max(self.queries, default=0), "max_seqlen_k": max(self.keys, default=0)}
         return longest if self.bounded else {}
 
@@ -340,9 +340,9 @@ def check_gradients(inputs: VarlenArrays, got: Sequence[Any], *, dlse: bool = Tr
         units = units_of(scale, BackwardArgs(of_dout, q, k, v, None, None, of_lse if dlse else None))
     sides = ("q", "k", "k")
     for side, x, like, expected, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
-        found_kind = host(x).shape, host(x).dtype
-        wanted_kind = (like[0] if f"cu_seqlens_{side}" in inputs.varlen_kwargs else like).shape, like.dtype
-        demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
+        kind = host(x).shape, host(x).dtype
+        expected_kind = (like[0] if f"cu_seqlens_{side}" in inputs.varlen_kwargs else like).shape, like.dtype
+        demand(kind == expected_kind, f"a gradient is {kind}, wanted {expected_kind}")
         full = host(x).reshape(like.shape)
         oracle.assert_close("gradient", full, expected, naive, ulps=ulps * ULPS[problem.dtype], unit=unit)
         check_unused(inputs, side, x)

@@ -38,7 +38,7 @@ KINDS = Dense, Dense, Dense, Several, Several, Several, ModDense, ModVarlen, Cho
 
 
 class Trial(Protocol):
-    """A call and what it must give. Its repr tells all of it."""
+    """A call and its expected results. Its repr shows all of it."""
 
     def run(self, xp: Any) -> None:
         """Makes the call in this array library, and raises MismatchError if it is wrong."""

@@ -1,7 +1,7 @@
 """Compiles kernels into the cache on disk, so that no first call waits for the compiler.
 
 One kernel serves all masks, scales, lengths, numbers of heads and strides: they are passed to it when it runs, so no
-option asks for them. The options name what needs a kernel of its own. Arrays are assumed to be dense. Kernels for
+option names them. The options name what needs a kernel of its own. Arrays are assumed to be dense. Kernels for
 variable-length sequences, and those with mods, are left to the first such call. With
 --device this needs no GPU, only NVRTC.
 """
@@ -192,7 +192,7 @@ def _is_there(variant: Variant) -> bool:
     try:
         return compiler.is_cached(variant)
     except (CompileError, UnsupportedError):
-        return False  # why no error: to compile it tells why it cannot be
+        return False  # why no error: its compilation says why it cannot be compiled
 
 
 def _compile(variant: Variant) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Problems whose masks or scores are functions: ours take them, and PyTorch's flex_attention does.
 
 One function serves all: its indices are scalars that are traced, tensors of one element, or arrays, of which float64
-makes the exact results. What it loads is an array of the library that asks.
+makes the exact results. What it loads is an array of the library of the call.
 """
 
 from __future__ import annotations

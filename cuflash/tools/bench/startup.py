@@ -1,6 +1,6 @@
 """`python -m cuflash.tools.bench.startup [--peers] OP...` prints seconds of first calls in this process as JSON.
 
-`measure` asks for it. They are calls of ours, or of the peers that are found.
+`measure` runs it. They are calls of ours, or of the peers that are found.
 """
 
 from __future__ import annotations
