@@ -237,7 +237,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     workspace = _sums(tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
     counters, more_semaphores, of_mask_tiles = heads * num_q_blocks, shared.shared_keys, []
     if is_sparse:
-        listed = KeySteps.from_problem(problem, num_q_blocks, num_k_blocks)
+        listed = KeySteps.for_problem(problem, num_q_blocks, num_k_blocks)
         workspace |= {"tile_counts": counters} | listed.workspace
         fields |= listed.fields
         first_counter = counters + more_semaphores + 1

@@ -102,7 +102,7 @@ class KeySteps(NamedTuple):
     is_ordered: bool
 
     @classmethod
-    def from_problem(cls, problem: Problem, num_q_blocks: int, num_k_blocks: int) -> KeySteps:
+    def for_problem(cls, problem: Problem, num_q_blocks: int, num_k_blocks: int) -> KeySteps:
         """Key blocks with more steps come first.
 
         Not if deterministic, as they then add to dq in their order, and not where causal or a window orders them.

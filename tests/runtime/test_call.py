@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from drivers import Array, Gpus
-from plans import problem
+from plans import problem as make_problem
 
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning.device import DEVICES
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.runtime import call as calls
 from cuflash.runtime import device_memory, tensor_map
 from cuflash.runtime.call_cache import LruCache, RecentKeys
@@ -29,10 +29,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 def forward(seqlen: int = 300, counted: bool = False) -> tuple[calls.LoadedPlan, ParamTemplate]:
     """Kernels of a problem on Hopper, and parameters like theirs."""
-    of = problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
-    made = plan(of, DEVICES["sm_90"])
-    assert made.launches[0].counted == counted
-    return calls.LoadedPlan(made, 1), ParamTemplate(of, made.launches[0], {})
+    problem = make_problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
+    plan = make_plan(problem, DEVICES["sm_90"])
+    assert plan.launches[0].counted == counted
+    return calls.LoadedPlan(plan, 1), ParamTemplate(problem, plan.launches[0], {})
 
 
 def moved(by: int) -> tuple[int, ...]:
@@ -50,23 +50,23 @@ def test_a_launch_takes_the_parameters_of_its_pointers_and_those_of_two_uses_are
     for by in (0, 1, 0, 1, 2):
         kernels.launch(moved(by), stream=7)
         assert gpus.launched[-1] == (7, packed_bytes(template, moved(by)))
-    known = {by: packed_bytes(template, moved(by)) for by in (0, 1)}
+    launched = {by: packed_bytes(template, moved(by)) for by in (0, 1)}
     gpus.driver.calls.clear()
     for by in (0, 1, 0):  # each was used twice
         kernels.launch(moved(by), stream=8)
-        assert gpus.launched[-1] == (8, known[by])
+        assert gpus.launched[-1] == (8, launched[by])
     assert gpus.driver.calls == []
 
 
 def test_what_was_refused_is_not_launched_and_not_known(gpus: Gpus) -> None:
     kernels, template = forward()
-    for known in (moved(0), moved(1)):
+    for pointers in (moved(0), moved(1)):
         gpus.driver.result = 1
         with pytest.raises(UnsupportedError, match="the driver refuses"):
-            kernels.launch(known, stream=7)
+            kernels.launch(pointers, stream=7)
         gpus.driver.result = 0
-        kernels.launch(known, stream=7)
-        assert gpus.launched[-1][1] == packed_bytes(template, known)
+        kernels.launch(pointers, stream=7)
+        assert gpus.launched[-1][1] == packed_bytes(template, pointers)
     assert len(gpus.launched) == 2
 
 
@@ -117,7 +117,7 @@ def test_a_thread_without_the_gpus_context_gets_it_for_descriptors(gpus: Gpus, m
     monkeypatch.setattr(tensor_map, "function", noted)
     for gpus.current in (-1, 0):
         before = gpus.current
-        calls._load_plan(problem(dims=(2, 300 - before, 300, 4, 4)), 1)
+        calls._load_plan(make_problem(dims=(2, 300 - before, 300, 4, 4)), 1)
         assert gpus.current == before
     assert contexts
     assert set(contexts) == {1}
@@ -126,16 +126,16 @@ def test_a_thread_without_the_gpus_context_gets_it_for_descriptors(gpus: Gpus, m
 def test_a_counter_is_that_of_the_stream(gpus: Gpus) -> None:
     kernels, template = forward(8192, counted=True)
     before = packed_bytes(template, POINTERS)
-    at = STRUCTS[template.name].counter.offset
+    offset = STRUCTS[template.name].counter.offset
     for stream in (7, 9, 7):
         kernels.launch(POINTERS, stream)
         counter = (512 * stream).to_bytes(8, "little")
-        assert gpus.launched[-1] == (stream, before[:at] + counter + before[at + 8 :])
+        assert gpus.launched[-1] == (stream, before[:offset] + counter + before[offset + 8 :])
 
 
 def test_a_launch_whose_counter_was_not_found_asks_for_it_again(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, template = forward(8192, counted=True)
-    at, none = STRUCTS[template.name].counter.offset, "no memory is left"
+    offset, none = STRUCTS[template.name].counter.offset, "no memory is left"
 
     def refuse(*arguments: int) -> int:
         raise MemoryError(none)
@@ -147,22 +147,22 @@ def test_a_launch_whose_counter_was_not_found_asks_for_it_again(gpus: Gpus, monk
                 kernels.launch(POINTERS, stream=0)
     monkeypatch.setattr(device_memory, "counter", lambda ordinal, stream, words, use: 2**20)
     kernels.launch(POINTERS, stream=0)
-    assert int.from_bytes(gpus.launched[-1][1][at : at + 8], "little") == 2**20
+    assert int.from_bytes(gpus.launched[-1][1][offset : offset + 8], "little") == 2**20
     assert len(gpus.launched) == 1
 
 
 def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
-    of = problem(256, 256, "backward", dims=(1, 300, 300, 2, 2))
-    made = plan(of, DEVICES["sm_90"])
-    assert len(made.launches) == 4  # delta, dq, dk, dv
-    calls.LoadedPlan(made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
+    problem = make_problem(256, 256, "backward", dims=(1, 300, 300, 2, 2))
+    plan = make_plan(problem, DEVICES["sm_90"])
+    assert len(plan.launches) == 4  # delta, dq, dk, dv
+    calls.LoadedPlan(plan, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
     delta, *rows = [packed for _, packed in gpus.launched]
     assert rows == rows[:1] * 3 != [delta] * 3
 
 
 def test_kernels_of_one_struct_whose_copies_differ_have_parameters_of_their_own(gpus: Gpus) -> None:
-    made = plan(problem(256, 256, "backward", dims=(1, 300, 300, 2, 2), softcap=5.0), DEVICES["sm_90"])
-    of_launches = [number for number, _ in calls.LoadedPlan(made, 1)._kernels]
+    plan = make_plan(make_problem(256, 256, "backward", dims=(1, 300, 300, 2, 2), softcap=5.0), DEVICES["sm_90"])
+    of_launches = [number for number, _ in calls.LoadedPlan(plan, 1)._kernels]
     assert of_launches == [0, 1, 1, 2]  # dq and dk have tiles of 32 columns, dv of 64
 
 
@@ -297,23 +297,23 @@ def test_a_cache_with_gaps_is_refused_and_not_copied(gpus: Gpus) -> None:
 
 
 def test_what_is_used_least_recently_is_dropped_first() -> None:
-    kept = LruCache(100)
+    cache = LruCache(100)
     for key in "abc":
-        kept.put(key, key.upper(), 30)
-    assert kept.get("a") == "A"
-    kept.put("d", "D", 30)
-    assert [kept.get(key) for key in "abcd"] == ["A", None, "C", "D"]
-    kept.put("e", "E", 1000)
-    assert len(kept) == 1
-    kept.put("e", "F", 10)
-    assert (kept.get("e"), kept.num_bytes) == ("F", 10)
-    kept.clear()
-    assert (len(kept), kept.num_bytes, kept.get("e")) == (0, 0, None)
+        cache.put(key, key.upper(), 30)
+    assert cache.get("a") == "A"
+    cache.put("d", "D", 30)
+    assert [cache.get(key) for key in "abcd"] == ["A", None, "C", "D"]
+    cache.put("e", "E", 1000)
+    assert len(cache) == 1
+    cache.put("e", "F", 10)
+    assert (cache.get("e"), cache.num_bytes) == ("F", 10)
+    cache.clear()
+    assert (len(cache), cache.num_bytes, cache.get("e")) == (0, 0, None)
     with pytest.raises(TypeError):
-        kept.get([])  # type: ignore[arg-type]
+        cache.get([])  # type: ignore[arg-type]
 
 
 def test_keys_are_seen_from_their_second_time_on_until_many_others_came() -> None:
-    seen = RecentKeys(3)
-    assert [seen.add(key) for key in "abab"] == [False, False, True, True]
-    assert [seen.add(key) for key in "abcda"] == [False] * 5
+    recent = RecentKeys(3)
+    assert [recent.add(key) for key in "abab"] == [False, False, True, True]
+    assert [recent.add(key) for key in "abcda"] == [False] * 5

@@ -40,13 +40,13 @@ def test_any_memory_layout_gives_the_same_bits(cupy: Any, layout: str, dtype: st
     case = Case("layout", 2, 130, 150, 4, 2, 40, 64, dtype)
     q, k, v = arrays(case)
     like, strange = heads_first if layout in TILED else odd_start, (TILED | OTHERS)[layout]
-    wanted = cuflash.forward(*map(like, (q, k, v)))
-    oracle.assert_attention(case, case.arrays(), wanted.get(), ulps=1)
+    expected = cuflash.forward(*map(like, (q, k, v)))
+    oracle.assert_attention(case, case.arrays(), expected.get(), ulps=1)
     got = cuflash.forward(*map(strange, (q, k, v)))
-    assert bool((bits(got) == bits(wanted)).all())
-    out = strange(poisoned(wanted.shape, wanted.dtype))
+    assert bool((bits(got) == bits(expected)).all())
+    out = strange(poisoned(expected.shape, expected.dtype))
     assert cuflash.forward(q, k, v, out=out) is out
-    assert bool((bits(cupy.ascontiguousarray(out)) == bits(wanted)).all())
+    assert bool((bits(cupy.ascontiguousarray(out)) == bits(expected)).all())
     lse = cuflash.lse(strange(q), strange(k))
     assert bool((lse == cuflash.lse(like(q), like(k))).all())
 
@@ -63,8 +63,8 @@ def test_a_broadcast_operand_is_read_through_its_zero_strides(cupy: Any) -> None
     q, k, v = arrays(CASE)
     k, v = (cupy.broadcast_to(x[:1], x.shape) for x in (k, v))
     got = cuflash.forward(q, k, v, causal=True)
-    wanted = cuflash.forward(q, odd_start(k), v.copy(), causal=True)  # by the same kernel on Hopper
-    assert bool((got == wanted).all())
+    expected = cuflash.forward(q, odd_start(k), v.copy(), causal=True)  # by the same kernel on Hopper
+    assert bool((got == expected).all())
 
 
 def test_out_at_the_address_of_an_input_is_refused() -> None:
@@ -79,7 +79,7 @@ def test_out_at_the_address_of_an_input_is_refused() -> None:
 
 def test_work_runs_on_the_callers_stream(cupy: Any) -> None:
     q, k, v = arrays(CASE)
-    wanted = cuflash.forward(q, k, v, causal=True)
+    expected = cuflash.forward(q, k, v, causal=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
     results = []
@@ -94,13 +94,13 @@ def test_work_runs_on_the_callers_stream(cupy: Any) -> None:
     for stream in streams:
         stream.synchronize()
     for result in results:
-        assert bool((bits(result) == bits(wanted)).all())
+        assert bool((bits(result) == bits(expected)).all())
 
 
 def test_threads_do_not_share_parameters(cupy: Any) -> None:
     problems = [Case("thread", 1, 64 + 7 * i, 100 + i, 2, 2, 64, 64, "float16") for i in range(8)]
     inputs = [arrays(case, i) for i, case in enumerate(problems)]
-    wanted = [cuflash.forward(*x) for x in inputs]
+    expected = [cuflash.forward(*x) for x in inputs]
     cupy.cuda.Device().synchronize()
     wrong: list[int] = []
 
@@ -110,7 +110,7 @@ def test_threads_do_not_share_parameters(cupy: Any) -> None:
                 which = (index + turn) % len(problems)
                 got = cuflash.forward(*inputs[which])
                 stream.synchronize()
-                if not bool((bits(got) == bits(wanted[which])).all()):
+                if not bool((bits(got) == bits(expected[which])).all()):
                     wrong.append(which)
 
     run_threads(work, 8)
@@ -135,11 +135,11 @@ def test_a_captured_graph_replays_on_new_values(cupy: Any) -> None:
 
 def test_threads_that_have_not_used_the_gpu_take_over_what_another_of_their_number_left() -> None:
     q, k, v = arrays(CASE)
-    wanted, out = cuflash.forward(q, k, v), q.copy()
+    expected, out = cuflash.forward(q, k, v), q.copy()
     for _ in range(4):  # a thread's number is given out again
         out.fill(0)
         run_threads(lambda _: cuflash.forward(q, k, v, out=out), 1)
-        assert bool((bits(out) == bits(wanted)).all())
+        assert bool((bits(out) == bits(expected)).all())
 
 
 def test_a_thread_that_has_not_used_the_gpu_calls_with_a_new_shape() -> None:
@@ -164,11 +164,11 @@ def test_nothing_is_allocated_beyond_the_outputs(cupy: Any) -> None:
 
 def test_offsets_past_2_to_the_31_elements(cupy: Any) -> None:
     need_memory(cupy, 24)
-    given = arrays(Case("far", 1, 96, 200, 1, 1, 64, 64, "float16"))
-    wanted = cuflash.forward(*given)
+    inputs = arrays(Case("far", 1, 96, 200, 1, 1, 64, 64, "float16"))
+    expected = cuflash.forward(*inputs)
     for far in range(3):
-        got = cuflash.forward(*(far_apart(cupy, x, 1) if n == far else x for n, x in enumerate(given)))
-        assert bool((bits(got) == bits(wanted)).all()), "qkv"[far]
+        got = cuflash.forward(*(far_apart(cupy, x, 1) if n == far else x for n, x in enumerate(inputs)))
+        assert bool((bits(got) == bits(expected)).all()), "qkv"[far]
         cupy.get_default_memory_pool().free_all_blocks()
 
 
@@ -176,11 +176,11 @@ def test_two_gpus(cupy: Any) -> None:
     if device.count() < 2:
         pytest.skip("needs two GPUs")
     q, k, v = arrays(CASE)
-    wanted = cuflash.forward(q, k, v, causal=True).get()
+    expected = cuflash.forward(q, k, v, causal=True).get()
     with cupy.cuda.Device(1):
         other = [cupy.asarray(x.get()) for x in (q, k, v)]
     got = cuflash.forward(*other, causal=True)  # while GPU 0 is the current one
     assert got.data.device_id == 1
-    np.testing.assert_array_equal(got.get(), wanted)
+    np.testing.assert_array_equal(got.get(), expected)
     with pytest.raises(ProblemError, match="cuda:1"):
         cuflash.forward(q, other[1], v)

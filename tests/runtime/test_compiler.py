@@ -46,15 +46,15 @@ def _private_cache(cache_dir: Path) -> Path:
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     """What was compiled, in order."""
-    seen: list[Variant] = []
+    compiled: list[Variant] = []
     compile_variant = compiler.compile_variant
 
     def counted(variant: Variant) -> tuple[bytes, str]:
-        seen.append(variant)
+        compiled.append(variant)
         return compile_variant(variant)
 
     monkeypatch.setattr(compiler, "compile_variant", counted)
-    return seen
+    return compiled
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def kept(variant: Variant) -> Path:
+def cached_file(variant: Variant) -> Path:
     """The file of a variant that is compiled if it is not there, and whose cubin is what the file holds."""
     cubin, path = compiler.cubin(variant), chosen_dir() / compiler._file_name(variant)
     assert read(path) == cubin
@@ -84,18 +84,18 @@ def assert_sound(path: Path) -> None:
 
 
 def test_a_compiled_kernel_is_found_again(cache_dir: Path, compiles: list[Variant]) -> None:
-    path = kept(MERGE)
+    path = cached_file(MERGE)
     assert path.parent == cache_dir
     assert path.name.startswith(f"{MERGE.name}.sm_80.")
     assert_sound(path)
-    assert kept(MERGE) == path
+    assert cached_file(MERGE) == path
     assert compiles == [MERGE]
     assert list(cache_dir.iterdir()) == [path]  # no temporary file stays
 
 
 def test_kernels_architectures_and_dtypes_have_files_of_their_own(compiles: list[Variant]) -> None:
     variants = [MERGE, OTHER, replace(MERGE, arch="sm_90"), replace(OTHER, arch="sm_90")]
-    assert len({kept(variant) for variant in variants}) == len(compiles) == 4
+    assert len({cached_file(variant) for variant in variants}) == len(compiles) == 4
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -110,20 +110,20 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_noticed_and_rebuilt(damage: str, compiles: list[Variant]) -> None:
-    path = kept(MERGE)
+    path = cached_file(MERGE)
     sound = path.read_bytes()
     path.write_bytes(DAMAGE[damage](sound))
-    assert kept(MERGE) == path
+    assert cached_file(MERGE) == path
     assert compiles == [MERGE, MERGE]
     assert_sound(path)
     assert len(path.read_bytes()) == len(sound)
 
 
 def test_another_kernels_file_under_a_kernels_name_is_noticed_and_rebuilt(compiles: list[Variant]) -> None:
-    path, other = kept(MERGE), kept(OTHER)
+    path, other = cached_file(MERGE), cached_file(OTHER)
     shutil.copyfile(other, path)
     assert not compiler.is_cached(MERGE)
-    assert kept(MERGE) == path
+    assert cached_file(MERGE) == path
     assert compiles == [MERGE, OTHER, MERGE]
     assert_sound(path)
     assert MERGE.name.encode() in path.read_bytes()
@@ -132,41 +132,41 @@ def test_another_kernels_file_under_a_kernels_name_is_noticed_and_rebuilt(compil
 
 
 def test_a_file_of_an_older_cuflash_is_rebuilt(compiles: list[Variant]) -> None:
-    path = kept(MERGE)
+    path = cached_file(MERGE)
     cubin = path.read_bytes()[:-32]
     path.write_bytes(cubin + hashlib.sha256(cubin).digest())
-    assert kept(MERGE) == path
+    assert cached_file(MERGE) == path
     assert compiles == [MERGE, MERGE]
     assert_sound(path)
 
 
 def test_an_edited_header_is_a_new_kernel(sources: Path, compiles: list[Variant]) -> None:
-    first = kept(MERGE)
+    first = cached_file(MERGE)
     header = sources / "common" / "numeric.cuh"  # included by params.cuh's includer, not by merge.cu alone
     header.write_text(header.read_text("utf-8") + "// edited\n", "utf-8")
-    second = kept(MERGE)
+    second = cached_file(MERGE)
     assert second != first
     assert len(compiles) == 2
     (sources / "sm80" / "tile.cuh").write_text("not even C++", "utf-8")  # merge does not include it
-    assert kept(MERGE) == second
+    assert cached_file(MERGE) == second
     assert len(compiles) == 2
 
 
 def test_the_options_and_the_compiler_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {kept(MERGE).name}
+    names = {cached_file(MERGE).name}
     options = compiler.options
     monkeypatch.setattr(compiler, "options", lambda variant: (*options(variant), "-lineinfo"))
-    names.add(kept(MERGE).name)
+    names.add(cached_file(MERGE).name)
     monkeypatch.setattr(compiler, "options", options)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (99, 0))
-    names.add(kept(MERGE).name)
+    names.add(cached_file(MERGE).name)
     assert len(names) == 3
 
 
 def test_a_kernel_is_cached_while_its_file_is_sound(cache_dir: Path, compiles: list[Variant]) -> None:
     assert not compiler.is_cached(MERGE)
     assert not cache_dir.exists()
-    path = kept(MERGE)
+    path = cached_file(MERGE)
     assert compiler.is_cached(MERGE)
     assert not compiler.is_cached(OTHER)
     assert compiles == [MERGE]
@@ -197,7 +197,7 @@ def test_the_cache_is_where_the_variable_says_or_the_users_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "elsewhere"))
-    assert kept(MERGE).parent == tmp_path / "elsewhere"
+    assert cached_file(MERGE).parent == tmp_path / "elsewhere"
     for value in (None, ""):
         if value is None:
             monkeypatch.delenv("CUFLASH_CACHE_DIR")
@@ -227,20 +227,20 @@ def test_threads_at_once_compile_and_load_a_kernel_once(
 def test_what_is_loaded_is_what_was_judged_though_its_file_is_swapped_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, sound, loaded = kept(MERGE), compiler.cubin(MERGE), []
+    path, sound, loaded = cached_file(MERGE), compiler.cubin(MERGE), []
     kernel = SimpleNamespace(ptr=77)
     module = SimpleNamespace(load=loaded.append, get_function=lambda name: kernel)
 
     def find(name: str, find: Callable[[str], bytes | None] = compiler.find) -> bytes | None:
-        found = find(name)
+        content = find(name)
         path.write_bytes(b"of somebody else")
-        return found
+        return content
 
     monkeypatch.setattr(compiler, "find", find)
     monkeypatch.setattr(compiler, "current_device", lambda: 0)
     monkeypatch.setattr(compiler, "_modules", [])
     monkeypatch.setattr("cupy.cuda.Module", lambda: module)
-    monkeypatch.setattr("cupy.cuda.driver.funcSetAttribute", lambda *given: loaded.append(given[::2]))
+    monkeypatch.setattr("cupy.cuda.driver.funcSetAttribute", lambda *args: loaded.append(args[::2]))
     assert compiler.load(MERGE, 0) is kernel
     assert loaded == [sound, (77, MERGE.smem_bytes)]
 
@@ -269,7 +269,7 @@ def test_a_failed_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_in_the_disk_cache_end_with_one_sound_file(cache_dir: Path) -> None:
     paths: list[Path] = []
-    run_threads(lambda index: paths.append(kept((MERGE, OTHER)[index % 2])), 6)
+    run_threads(lambda index: paths.append(cached_file((MERGE, OTHER)[index % 2])), 6)
     assert sorted(set(paths)) == sorted(cache_dir.iterdir())
     assert len(set(paths)) == 2
     for path in set(paths):
@@ -297,8 +297,8 @@ def test_processes_at_once_end_with_one_sound_file(cache_dir: Path) -> None:
     printed = {process.communicate(timeout=60)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert printed == {compiler.cubin(MERGE).hex()}
-    assert list(cache_dir.iterdir()) == [kept(MERGE)]
-    assert_sound(kept(MERGE))
+    assert list(cache_dir.iterdir()) == [cached_file(MERGE)]
+    assert_sound(cached_file(MERGE))
 
 
 def test_a_refused_kernel_is_told_in_full_and_leaves_nothing(sources: Path, cache_dir: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_refused_kernel_is_told_in_full_and_leaves_nothing(sources: Path, cach
         assert words in message
     assert not list(cache_dir.glob("*"))
     source.write_text(text, "utf-8")
-    assert_sound(kept(MERGE))
+    assert_sound(cached_file(MERGE))
 
 
 @pytest.fixture
@@ -345,7 +345,7 @@ def test_an_unknown_generation_is_unsupported_with_the_way_out(arch: str) -> Non
 
 
 def test_an_architecture_newer_than_the_compiler_compiles() -> None:
-    path = kept(replace(MERGE, arch="sm_129"))
+    path = cached_file(replace(MERGE, arch="sm_129"))
     assert ".sm_12" in path.name
     assert ".sm_129." not in path.name
     assert_sound(path)
@@ -356,13 +356,13 @@ def test_the_included_files_are_all_that_a_kernel_needs(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = compiler.source_root()
-    made = (*variants("sm_90"), *mod_variants("sm_90"), *mod_variants("sm_90", True))
-    variant = next(variant for variant in made if variant.source == source)
-    found = compiler.files_of(variant)
-    assert found[0] == root / source
-    assert len(set(found)) == len(found) > 2
-    assert root / "common" / "config.cuh" in found
-    for path in found:
+    known_variants = (*variants("sm_90"), *mod_variants("sm_90"), *mod_variants("sm_90", True))
+    variant = next(variant for variant in known_variants if variant.source == source)
+    files = compiler.files_of(variant)
+    assert files[0] == root / source
+    assert len(set(files)) == len(files) > 2
+    assert root / "common" / "config.cuh" in files
+    for path in files:
         target = tmp_path / "few" / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)

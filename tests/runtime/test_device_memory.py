@@ -32,8 +32,9 @@ class Driver:
 
     def function(self, name: str, *argtypes: type) -> Any:
         assert set(argtypes) <= {ctypes.c_void_p, ctypes.c_int}
-        found = {"cuStreamIsCapturing": self.is_capturing, "cuStreamGetId": self.get_id}
-        return (found | {"cuThreadExchangeStreamCaptureMode": self.exchange, "cuGetErrorName": self.name_error})[name]
+        functions = {"cuStreamIsCapturing": self.is_capturing, "cuStreamGetId": self.get_id}
+        functions |= {"cuThreadExchangeStreamCaptureMode": self.exchange, "cuGetErrorName": self.name_error}
+        return functions[name]
 
     def is_capturing(self, stream: int, answer: int) -> int:
         ctypes.c_int.from_address(answer).value = stream == CAPTURING
@@ -48,8 +49,8 @@ class Driver:
         return int(result != 400)
 
     def exchange(self, mode: int) -> int:
-        given = ctypes.c_int.from_address(mode)
-        self.mode, given.value = given.value, self.mode
+        word = ctypes.c_int.from_address(mode)
+        self.mode, word.value = word.value, self.mode
         return 0
 
     def malloc(self, size: int) -> int:
@@ -70,15 +71,15 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     cuda = pytest.importorskip("cupy").cuda
-    made = Driver()
+    driver = Driver()
     for module in (device_memory, driver_module):
-        monkeypatch.setattr(module, "function", made.function)
+        monkeypatch.setattr(module, "function", driver.function)
     monkeypatch.setattr(device_memory, "_free_counters", {})
     monkeypatch.setattr(device_memory, "_stream_counters", {})
-    monkeypatch.setattr(cuda.runtime, "malloc", made.malloc)
-    monkeypatch.setattr(cuda.runtime, "memsetAsync", made.memset)
-    monkeypatch.setattr(cuda, "Stream", made.stream)
-    return made
+    monkeypatch.setattr(cuda.runtime, "malloc", driver.malloc)
+    monkeypatch.setattr(cuda.runtime, "memsetAsync", driver.memset)
+    monkeypatch.setattr(cuda, "Stream", driver.stream)
+    return driver
 
 
 def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(driver: Driver) -> None:
@@ -105,13 +106,13 @@ def test_counters_lie_in_zeroed_pages_and_a_page_follows_where_one_is_used_up(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_memory, "PAGE", 3)
-    found = [device_memory.counter(0, stream) for stream in range(10, 17)]
+    addresses = [device_memory.counter(0, stream) for stream in range(10, 17)]
     assert len(driver.pages) == 3
     assert driver.zeroed == [(address, 0, 12) for _, address in driver.pages]
     every = [address + 4 * n for _, address in driver.pages for n in range(3)]
-    assert len(set(found)) == 7
-    assert set(found) < set(every)
-    assert set(found[:3]) == set(every[:3])
+    assert len(set(addresses)) == 7
+    assert set(addresses) < set(every)
+    assert set(addresses[:3]) == set(every[:3])
 
 
 def test_a_reserved_counter_needs_no_allocation_within_a_capture(driver: Driver) -> None:
@@ -135,23 +136,23 @@ def test_a_new_stream_of_a_handle_has_a_counter_of_its_own(driver: Driver) -> No
 def test_streams_without_end_take_four_bytes_a_word_each_and_nothing_of_the_host(
     driver: Driver, words: int, rounded: int
 ) -> None:
-    given, streams = set(), 3 * device_memory.PAGE // rounded
+    addresses, streams = set(), 3 * device_memory.PAGE // rounded
     for driver.born in range(streams):
-        given.add(device_memory.counter(0, 1, words))
-    assert len(given) == streams
+        addresses.add(device_memory.counter(0, 1, words))
+    assert len(addresses) == streams
     assert len(driver.pages) == 3
     assert len(device_memory._stream_counters) == 1
 
 
 def test_a_counter_lies_on_the_gpu_of_its_launch(driver: Driver) -> None:
-    shared, found = 20, []  # a stream number: those of different GPUs may be equal
+    shared, addresses = 20, []  # a stream number: those of different GPUs may be equal
     for driver.current in (0, 1, 0, 1):
         device_memory.counter(driver.current, CAPTURING)
-        found.append(device_memory.counter(driver.current, shared))
+        addresses.append(device_memory.counter(driver.current, shared))
     assert [gpu for gpu, _ in driver.pages] == [0, 1]
-    assert found[:2] == found[2:]
+    assert addresses[:2] == addresses[2:]
     for gpu, page in driver.pages:
-        for address in (found[gpu], device_memory.counter(gpu, CAPTURING)):
+        for address in (addresses[gpu], device_memory.counter(gpu, CAPTURING)):
             assert 0 <= address - page < 4 * device_memory.PAGE
 
 
@@ -195,13 +196,13 @@ def counted_arrays(seed: int = 0) -> tuple[Any, ...]:
 def outs(count: int) -> list[Any]:
     import cupy
 
-    made = [poisoned((4, 500, 16, 64), "float16") for _ in range(count)]
+    outputs = [poisoned((4, 500, 16, 64), "float16") for _ in range(count)]
     cupy.cuda.Device().synchronize()
-    return made
+    return outputs
 
 
-def same(out: Any, wanted: Any) -> bool:
-    return bool((bits(out) == bits(wanted)).all())
+def same(out: Any, expected: Any) -> bool:
+    return bool((bits(out) == bits(expected)).all())
 
 
 @pytest.mark.gpu
@@ -220,16 +221,16 @@ def test_gpu_counted_tiles_are_all_done_and_are_those_of_smaller_launches() -> N
 @pytest.mark.gpu
 def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles(cupy: Any) -> None:
     arrays = counted_arrays()
-    wanted = cuflash.forward(*arrays, causal=True)
+    expected = cuflash.forward(*arrays, causal=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     for _ in range(10):
         results = [outs(20) for _ in streams]
         for turn in range(20):
-            for stream, made in zip(streams, results, strict=True):
+            for stream, outputs in zip(streams, results, strict=True):
                 with stream:
-                    cuflash.forward(*arrays, causal=True, out=made[turn])
+                    cuflash.forward(*arrays, causal=True, out=outputs[turn])
         cupy.cuda.Device().synchronize()
-        assert all(same(out, wanted) for made in results for out in made)
+        assert all(same(out, expected) for outputs in results for out in outputs)
 
 
 @pytest.mark.gpu
@@ -244,7 +245,7 @@ def test_gpu_streams_that_run_at_once_do_not_take_each_others_blocks_of_rows(cup
     def gradients() -> tuple[Any, ...]:
         return cuflash.backward(dout, q, k, v, out, lse, **varlen_kwargs)
 
-    wanted = gradients()
+    expected = gradients()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
     cupy.cuda.Device().synchronize()
     results = []
@@ -252,7 +253,7 @@ def test_gpu_streams_that_run_at_once_do_not_take_each_others_blocks_of_rows(cup
         with stream:
             results.append(gradients())
     cupy.cuda.Device().synchronize()
-    assert all(same(x, y) for found in results for x, y in zip(found, wanted, strict=True))
+    assert all(same(x, y) for gradients_of_call in results for x, y in zip(gradients_of_call, expected, strict=True))
 
 
 @pytest.mark.gpu
@@ -260,7 +261,7 @@ def test_gpu_a_graph_runs_beside_other_launches_of_the_stream_that_it_was_captur
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = counted_arrays()
-    wanted = cuflash.forward(*arrays, causal=True)
+    expected = cuflash.forward(*arrays, causal=True)
     cupy.cuda.Device().synchronize()
     of_graph = outs(10)
     stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -280,7 +281,7 @@ def test_gpu_a_graph_runs_beside_other_launches_of_the_stream_that_it_was_captur
             for out in eager:
                 cuflash.forward(*arrays, causal=True, out=out)
         cupy.cuda.Device().synchronize()
-        assert all(same(out, wanted) for out in (*of_graph, *eager))
+        assert all(same(out, expected) for out in (*of_graph, *eager))
 
 
 @pytest.mark.gpu
@@ -289,7 +290,7 @@ def test_gpu_a_torch_graph_of_counted_launches_replays_beside_others() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs torch with CUDA")
     arrays = [torch.as_tensor(x.get(), device="cuda") for x in counted_arrays()]
-    wanted = cuflash.forward(*arrays, causal=True)
+    expected = cuflash.forward(*arrays, causal=True)
     torch.cuda.synchronize()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -302,7 +303,7 @@ def test_gpu_a_torch_graph_of_counted_launches_replays_beside_others() -> None:
         with torch.cuda.stream(side):
             eager = [cuflash.forward(*arrays, causal=True) for _ in range(5)]
         torch.cuda.synchronize()
-        assert all(torch.equal(out, wanted) for out in (*captured, *eager))
+        assert all(torch.equal(out, expected) for out in (*captured, *eager))
 
 
 @pytest.mark.gpu
@@ -310,8 +311,8 @@ def test_gpu_each_gpu_counts_for_itself(cupy: Any) -> None:
     if device.count() < 2:
         pytest.skip("needs two GPUs")
     arrays = counted_arrays()
-    wanted = cuflash.forward(*arrays, causal=True).get()
+    expected = cuflash.forward(*arrays, causal=True).get()
     for ordinal in (1, 0, 1):
         with cupy.cuda.Device(ordinal):
             moved = [cupy.asarray(x.get()) for x in arrays]
-        assert (cuflash.forward(*moved, causal=True).get() == wanted).all()
+        assert (cuflash.forward(*moved, causal=True).get() == expected).all()

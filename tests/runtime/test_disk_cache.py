@@ -47,7 +47,7 @@ def stranger() -> Iterator[None]:
     os.seteuid(0)
 
 
-def kept(folder: Path, name: str = NAME, content: bytes = CONTENT) -> Path:
+def cached_file(folder: Path, name: str = NAME, content: bytes = CONTENT) -> Path:
     """A file that was kept in the cache folder and is found there."""
     disk_cache.keep(name, content)
     assert disk_cache.find(name) == disk_cache.find_in_cache(name) == disk_cache.read(folder / name) == content
@@ -71,9 +71,9 @@ def is_kept_elsewhere(problem: str) -> bool:
 
 
 def test_a_file_is_sound_under_its_own_name_alone(cache_dir: Path) -> None:
-    kept(cache_dir).rename(cache_dir / OTHER)
+    cached_file(cache_dir).rename(cache_dir / OTHER)
     assert disk_cache.find(NAME) is disk_cache.find(OTHER) is None
-    kept(cache_dir, OTHER)
+    cached_file(cache_dir, OTHER)
 
 
 @posix
@@ -85,7 +85,7 @@ def test_a_folder_is_private_unless_root_makes_it_for_all(
     monkeypatch.setattr(disk_cache, "ROOT", user if root else user + 1)
     umask = os.umask(0)
     try:
-        path = kept(cache_dir)
+        path = cached_file(cache_dir)
     finally:
         os.umask(umask)
     assert cache_dir.stat().st_mode & 0o777 == (0o755 if root else 0o700)
@@ -107,10 +107,10 @@ def test_a_folder_that_others_may_write_is_refused(mode: int, cache_dir: Path) -
 @posix
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_file_that_others_may_write_is_made_anew(mode: int, cache_dir: Path) -> None:
-    path = kept(cache_dir)
+    path = cached_file(cache_dir)
     path.chmod(mode)
     assert disk_cache.find(NAME) is None
-    assert not kept(cache_dir).stat().st_mode & 0o022
+    assert not cached_file(cache_dir).stat().st_mode & 0o022
 
 
 @posix
@@ -130,9 +130,9 @@ def test_a_folder_of_another_user_is_refused(cache_dir: Path, monkeypatch: pytes
 
 @as_root
 def test_a_file_of_another_user_is_made_anew(cache_dir: Path) -> None:
-    os.chown(kept(cache_dir), STRANGER, STRANGER)
+    os.chown(cached_file(cache_dir), STRANGER, STRANGER)
     assert disk_cache.find(NAME) is None
-    kept(cache_dir)
+    cached_file(cache_dir)
     os.chown(cache_dir, STRANGER, STRANGER)
     assert disk_cache.find(NAME) is None
     assert is_kept_elsewhere(f"belongs to user {STRANGER}, neither to this user .* nor to root")
@@ -143,7 +143,7 @@ def test_a_cache_of_roots_serves_other_users_who_cannot_write_it(
     shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / "made"))
-    kept(shared / "made")
+    cached_file(shared / "made")
     request.getfixturevalue("stranger")
     assert disk_cache.contents() == (shared / "made", [len(CONTENT) + disk_cache.DIGEST_BYTES])
     message = (
@@ -186,9 +186,9 @@ def test_a_fifo_under_a_files_name_is_replaced(has_writer: bool, cache_dir: Path
     writer = os.open(cache_dir / NAME, os.O_RDWR) if has_writer else -1
     code = f"from cuflash.runtime import disk_cache; print(disk_cache.find({NAME!r}), disk_cache.contents()[1])"
     command = [sys.executable, "-c", code]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)  # not for ever
-    assert found.stdout == "None []\n"
-    kept(cache_dir)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)  # not for ever
+    assert process.stdout == "None []\n"
+    cached_file(cache_dir)
     if has_writer:
         os.close(writer)
 
@@ -206,7 +206,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     monkeypatch.setenv("CUFLASH_CACHE_DIR", "~/cubins")
-    kept(tmp_path / "cubins")
+    cached_file(tmp_path / "cubins")
 
 
 def cache_line() -> str:
@@ -319,10 +319,10 @@ def test_without_a_cache_a_process_and_its_children_leave_nothing_behind(tmp_pat
 
 
 def test_a_file_that_is_larger_than_any_kernel_is_not_read_but_made_anew(cache_dir: Path) -> None:
-    path = kept(cache_dir)
+    path = cached_file(cache_dir)
     os.truncate(path, 2**40)  # of which the disk holds one page
     assert disk_cache.find(NAME) is None
-    assert kept(cache_dir).stat().st_size == len(CONTENT) + disk_cache.DIGEST_BYTES
+    assert cached_file(cache_dir).stat().st_size == len(CONTENT) + disk_cache.DIGEST_BYTES
 
 
 def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> None:
@@ -343,7 +343,7 @@ def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> Non
     yesterday = time.time() - 25 * 3600
     for path in (old, strange):
         os.utime(path, (yesterday, yesterday))
-    path = kept(cache_dir)
+    path = cached_file(cache_dir)
     os.utime(path, (yesterday, yesterday))
     assert set(cache_dir.iterdir()) == {path, recent, strange}
     disk_cache.keep(OTHER, CONTENT)

@@ -104,9 +104,9 @@ def test_a_capture_is_relaxed_inside_and_as_it_was_after_an_error(monkeypatch: p
     modes = [0]
 
     def exchange(address: int) -> int:
-        given = ctypes.c_int.from_address(address)
-        modes.append(given.value)
-        given.value = modes[-2]
+        word = ctypes.c_int.from_address(address)
+        modes.append(word.value)
+        word.value = modes[-2]
         return 0
 
     def fail() -> None:

@@ -49,41 +49,41 @@ CALLS: dict[str, Callable[..., tuple[Any, ...]]] = {
 }
 
 
-def same_bits(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
+def same_bits(arrays: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
     """Compared on the host: on the GPU there may be no memory left."""
-    return all(x.get().tobytes() == y.get().tobytes() for x, y in zip(found, wanted, strict=True))
+    return all(x.get().tobytes() == y.get().tobytes() for x, y in zip(arrays, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_memory_that_runs_out_at_any_place_of_a_call_costs_nothing_else(cupy: Any, name: str) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)  # why: on the default stream small workspaces are there already
     arrays, pool, limit = states(), cupy.cuda.MemoryPool(), 0
-    wanted, failed = CALLS[name](*arrays), 0
+    expected, failed = CALLS[name](*arrays), 0
     cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
-        found = None
-        while found is None:
+        result = None
+        while result is None:
             limit += 512  # the unit of the pool
             pool.set_limit(size=limit)
             try:
-                found = CALLS[name](*arrays)
+                result = CALLS[name](*arrays)
             except cupy.cuda.memory.OutOfMemoryError:
                 failed += 1
-            if found is None:  # why not above: there the error still holds the call's arrays
+            if result is None:  # why not above: there the error still holds the call's arrays
                 assert pool.used_bytes() == 0
                 pool.free_all_blocks()
                 limit += limit // 7 // 512 * 512  # why larger steps: a megabyte is thousands of units
         stream.synchronize()
         assert failed >= 2
-        assert same_bits(found, wanted)
-        del found
+        assert same_bits(result, expected)
+        del result
     assert pool.used_bytes() == 0
 
 
 def test_torch_memory_that_runs_out_costs_nothing_else() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (torch.randn(1, 4096, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    wanted = cuflash.forward(q, k, v, causal=True)
+    expected = cuflash.forward(q, k, v, causal=True)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(0).total_memory
@@ -95,12 +95,12 @@ def test_torch_memory_that_runs_out_costs_nothing_else() -> None:
         assert torch.cuda.memory_allocated() == used
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.equal(cuflash.forward(q, k, v, causal=True), wanted)
+    assert torch.equal(cuflash.forward(q, k, v, causal=True), expected)
 
 
 def test_a_call_that_is_refused_within_a_capture_leaves_the_capture_as_it_is(cupy: Any) -> None:
     dout, q, k, v, *_ = states()
-    out, wanted = cupy.zeros_like(q), cuflash.forward(q, k, v, causal=True)
+    out, expected = cupy.zeros_like(q), cuflash.forward(q, k, v, causal=True)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         cuflash.forward(q, k, v, causal=True, out=out)
@@ -110,7 +110,7 @@ def test_a_call_that_is_refused_within_a_capture_leaves_the_capture_as_it_is(cup
         graph = stream.end_capture()
         graph.launch(stream)
     stream.synchronize()
-    assert same_bits((out,), (wanted,))
+    assert same_bits((out,), (expected,))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -119,7 +119,7 @@ def test_a_call_within_a_capture_that_has_failed_says_so_and_the_next_one_is_rig
 ) -> None:
     arrays = states()
     call = gradients(deterministic)
-    wanted = call(*arrays)
+    expected = call(*arrays)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
@@ -129,18 +129,18 @@ def test_a_call_within_a_capture_that_has_failed_says_so_and_the_next_one_is_rig
             call(*arrays)
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
             stream.end_capture()
-        found = call(*arrays)
+        result = call(*arrays)
         stream.synchronize()
-    np.testing.assert_allclose(*(cupy.asnumpy(x[1]).astype("f4") for x in (found, wanted)), atol=2e-3)
+    np.testing.assert_allclose(*(cupy.asnumpy(x[1]).astype("f4") for x in (result, expected)), atol=2e-3)
     if deterministic:
-        assert same_bits(found, wanted)
+        assert same_bits(result, expected)
 
 
 def test_arrays_that_are_freed_at_once_and_streams_that_change_lose_nothing(cupy: Any) -> None:
     """Inputs are made on one stream, used on the next, and freed while that one still works."""
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
-    host, pool, found = states(), cupy.get_default_memory_pool(), []
-    wanted = [tuple(cupy.asnumpy(x) for x in CALLS["backward"](*(x * scale for x in host[:1]), *host[1:]))
+    host, pool, results = states(), cupy.get_default_memory_pool(), []
+    expected = [tuple(cupy.asnumpy(x) for x in CALLS["backward"](*(x * scale for x in host[:1]), *host[1:]))
               for scale in (1.0, 0.25)]  # fmt: skip
     cupy.cuda.Device().synchronize()
     before = pool.used_bytes()
@@ -150,14 +150,14 @@ def test_arrays_that_are_freed_at_once_and_streams_that_change_lose_nothing(cupy
             arrays = tuple(x * (1.0 if number or turn % 2 == 0 else 0.25) for number, x in enumerate(host))
         works.wait_event(makes.record())
         with works:
-            found.append(CALLS["backward"](*(x.astype(y.dtype) for x, y in zip(arrays, host, strict=True))))
+            results.append(CALLS["backward"](*(x.astype(y.dtype) for x, y in zip(arrays, host, strict=True))))
         makes.wait_event(works.record())  # as CuPy asks of its users before memory goes back to the other stream
         del arrays
     cupy.cuda.Device().synchronize()
-    for turn, gradients_found in enumerate(found):
-        for x, y in zip(gradients_found, wanted[turn % 2], strict=True):
+    for turn, gradients_found in enumerate(results):
+        for x, y in zip(gradients_found, expected[turn % 2], strict=True):
             np.testing.assert_array_equal(cupy.asnumpy(x), y)
-    del found, gradients_found, x
+    del results, gradients_found, x
     assert pool.used_bytes() == before
 
 

@@ -22,13 +22,13 @@ class Config(ctypes.Structure):
 
 
 def test_an_early_launch_is_described_as_the_driver_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Any, ...]] = []
+    launches: list[tuple[Any, ...]] = []
 
     def launch(config: bytes, kernel: int, pointers: int, extra: None) -> int:
         assert len(config) == ctypes.sizeof(Config)
         read = Config.from_buffer_copy(config)
         words = (ctypes.c_int * 3).from_address(read.attributes)
-        seen.append((*(getattr(read, name) for name, _ in Config._fields_[:8]), read.num_attributes, *words[::2]))
+        launches.append((*(getattr(read, name) for name, _ in Config._fields_[:8]), read.num_attributes, *words[::2]))
         assert (kernel, pointers, extra) == (2**40, 2**41, None)
         return 0
 
@@ -38,7 +38,7 @@ def test_an_early_launch_is_described_as_the_driver_reads_it(monkeypatch: pytest
         for stream in (2**42, 2**42, 0):
             early(SimpleNamespace(pointers=2**41), stream)  # type: ignore[arg-type]
     # 6: programmatic stream serialization
-    assert seen == [(132, 1, 1, 256, 1, 1, 200_000, stream, 1, 6, 1) for stream in (2**42, 2**42, None)]
+    assert launches == [(132, 1, 1, 256, 1, 1, 200_000, stream, 1, 6, 1) for stream in (2**42, 2**42, None)]
 
 
 def test_an_early_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +63,14 @@ def test_only_drivers_whose_graphs_take_them_launch_early(
 
 
 def test_a_plain_launch_gets_its_grid_parameters_and_stream() -> None:
-    seen: list[tuple[Any, ...]] = []
+    launches: list[tuple[Any, ...]] = []
 
     def kernel(grid: Any, block: Any, arguments: Any, smem_bytes: int, stream: Any) -> None:
-        seen.append((grid, block, arguments, smem_bytes, stream.ptr))
+        launches.append((grid, block, arguments, smem_bytes, stream.ptr))
 
     pytest.importorskip("cupy", reason="buffers are of CuPy's launches")
     plain, buffer = kernel_launch.PlainLaunch(kernel, (7, 1, 1), (256, 1, 1), 200_000), ParamBuffer(64)
     buffer.arguments = (buffer.address,)
     for stream in (2**42, 0, 2**42):
         plain(buffer, stream)
-    assert seen == [((7, 1, 1), (256, 1, 1), (buffer.address,), 200_000, stream) for stream in (2**42, 0, 2**42)]
+    assert launches == [((7, 1, 1), (256, 1, 1), (buffer.address,), 200_000, stream) for stream in (2**42, 0, 2**42)]

@@ -44,19 +44,19 @@ def test_arrays_stand_one_after_the_other_with_their_strides_and_extents() -> No
 
 def test_sinks_seed_and_the_share_that_is_kept() -> None:
     problem, places, words, ints = packed(sinks=(4,), dropout_p=0.25)
-    index, kept = problem.op.index, share_kept(0.25)
+    index, share = problem.op.index, share_kept(0.25)
     assert places.plain == [(index["sinks"], FIRST), (index["dropout_seed"], FIRST + 2)]
     numbers = 2 * (FIRST + 5)
-    assert ints[numbers + 1 : numbers + 3].tolist() == [0, kept]
-    assert words.view(np.float32)[numbers + 3] == np.float32(65536 / kept)
+    assert ints[numbers + 1 : numbers + 3].tolist() == [0, share]
+    assert words.view(np.float32)[numbers + 3] == np.float32(65536 / share)
 
 
 def test_cells_that_are_given_have_strides_of_0_where_they_are_broadcast() -> None:
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q // 64 + h) % 2 == k // 64 % 2
 
-    made = cuflash.create_block_mask(mask_mod, 1, 4, 300, 300, like=np.zeros(1))
-    problem, places, words, ints = packed(block_mask=made)
+    block_mask = cuflash.create_block_mask(mask_mod, 1, 4, 300, 300, like=np.zeros(1))
+    problem, places, words, ints = packed(block_mask=block_mask)
     assert places.plain == [(problem.op.index["mask_tiles"], FIRST + 1)]
     assert words[FIRST + 3 : FIRST + 5].tolist() == [0, 25]
     assert ints[2 * (FIRST + 5)] == 5

@@ -21,10 +21,10 @@ SHAPES = (1, 1, 32, 128), (1, 4096, 8, 128), (1, 4096, 8, 128)
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    made = Gpus(monkeypatch)
+    gpus = Gpus(monkeypatch)
     monkeypatch.setattr(device_memory, "_scratch", {})
     monkeypatch.setattr(device_memory, "_new_scratch", lambda ordinal: PLACE)
-    return made
+    return gpus
 
 
 def decoded() -> Any:
@@ -73,12 +73,12 @@ def test_a_workspace_that_is_larger_or_of_several_launches_is_not_shared(
 
 def test_what_tests_fill_with_nan_is_all_that_a_call_allocates(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[tuple[int, ...]] = []
-    runtime = SimpleNamespace(memsetAsync=lambda *given: filled.append(given))
+    runtime = SimpleNamespace(memsetAsync=lambda *args: filled.append(args))
     monkeypatch.setattr(sys.modules["cupy.cuda"], "runtime", runtime, raising=False)
     out, workspace = 32 * 128 * 2, cuflash.plan(*SHAPES, dtype="bfloat16", device="sm_90").workspace_bytes
-    for kept in range(2):  # what calls of before left is not taken, and nothing is left to those that come after
+    for turn in range(2):  # what calls of before left is not taken, and nothing is left to those that come after
         decoded()
-        assert not filled, kept
+        assert not filled, turn
         with memory_of_nan(Recorded):
             for stream, place, size in ((0, PLACE, device_memory.SCRATCH_BYTES), (7, 2**44, workspace)):
                 gpus.library.current_stream = stream
@@ -95,16 +95,16 @@ def test_gpu_memory_is_made_once_a_gpu_even_within_a_capture(cupy: Any, monkeypa
     with stream:
         stream.begin_capture()
         x += 1
-        found = device_memory.scratch(0)
+        pointer = device_memory.scratch(0)
         graph = stream.end_capture()
-    assert found
-    assert device_memory.scratch(0) == found
+    assert pointer
+    assert device_memory.scratch(0) == pointer
     graph.launch(stream)
     stream.synchronize()
     assert (x.get() == 1).all()
-    cupy.cuda.runtime.memset(found, 0, device_memory.SCRATCH_BYTES)
+    cupy.cuda.runtime.memset(pointer, 0, device_memory.SCRATCH_BYTES)
     host = (ctypes.c_char * 16)()
-    cupy.cuda.runtime.memcpy(ctypes.addressof(host), found + device_memory.SCRATCH_BYTES - 16, 16, 2)
+    cupy.cuda.runtime.memcpy(ctypes.addressof(host), pointer + device_memory.SCRATCH_BYTES - 16, 16, 2)
     assert bytes(host) == bytes(16)
 
 
@@ -118,14 +118,14 @@ def test_gpu_zeros_are_made_within_a_capture_and_are_there_for_other_streams(cup
     with stream:
         stream.begin_capture()
         x += 1
-        found = device_memory.zero(0)
+        pointer = device_memory.zero(0)
         graph = stream.end_capture()
         graph.launch(stream)
-        cupy.cuda.runtime.memcpyAsync(ctypes.addressof(host), found, 16, 2, stream.ptr)
+        cupy.cuda.runtime.memcpyAsync(ctypes.addressof(host), pointer, 16, 2, stream.ptr)
         stream.synchronize()
     assert bytes(host) == bytes(16)
     assert (x.get() == 1).all()
-    assert device_memory.zero(0) == found
+    assert device_memory.zero(0) == pointer
 
 
 @pytest.mark.gpu
@@ -135,9 +135,9 @@ def test_gpu_calls_that_share_it_do_not_disturb_each_other(cupy: Any) -> None:
     shapes = ([(1, 1, 8, 64), (1, n, 2, 64), (1, n, 2, 64)] for n in lengths)
     arrays = [[random.standard_normal(shape, "f4").astype("f2") for shape in each] for each in shapes]
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        wanted = [cuflash.forward(*each) for each in arrays]
+        expected = [cuflash.forward(*each) for each in arrays]
         stream.synchronize()
     for _ in range(20):
         outs = [cuflash.forward(*each) for each in arrays]
-        for out, one in zip(outs, wanted, strict=True):
+        for out, one in zip(outs, expected, strict=True):
             assert (out.view("u2") == one.view("u2")).all()

@@ -12,7 +12,7 @@ from plans import mod_problem
 from cuflash.errors import UnsupportedError
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Plan
-from cuflash.planning.planner import plan
+from cuflash.planning.planner import plan as make_plan
 from cuflash.planning.variant import Variant
 from cuflash.runtime import call as calls
 from cuflash.runtime import compiler
@@ -45,8 +45,8 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_kernel_of_hoppers_with_functions_mods_does_not_run_if_it_spills(
     cache_dir: Path, logs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hopper = plan(mod_problem(), DEVICES["sm_90"]).launches[0].variant
-    other = plan(mod_problem(head_dim=128), DEVICES["sm_90"]).launches[0].variant
+    hopper = make_plan(mod_problem(), DEVICES["sm_90"]).launches[0].variant
+    other = make_plan(mod_problem(head_dim=128), DEVICES["sm_90"]).launches[0].variant
     logs[:] = [NONE, SPILLS]
     assert compiler.cubin(other) == b"cubin"
     for _ in range(2):  # the second time, nothing is compiled
@@ -63,7 +63,7 @@ def test_a_kernel_of_hoppers_with_functions_mods_does_not_run_if_it_spills(
 
 
 def test_other_kernels_run_if_they_spill(logs: list[str]) -> None:
-    generic = plan(mod_problem(), DEVICES["sm_80"]).launches[0].variant
+    generic = make_plan(mod_problem(), DEVICES["sm_80"]).launches[0].variant
     for variant in (generic, replace(generic, mod_code=None), MERGE):
         logs.append(SPILLS)
         assert compiler.cubin(variant) == b"cubin"
@@ -76,7 +76,7 @@ def test_a_spilled_kernel_is_remembered_without_a_folder(
     file = tmp_path / "file"
     file.write_text("a folder cannot be made below a file", "utf-8")
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file / "cache"))
-    hopper = plan(mod_problem(seqlen=1000), DEVICES["sm_90"]).launches[0].variant
+    hopper = make_plan(mod_problem(seqlen=1000), DEVICES["sm_90"]).launches[0].variant
     logs.append(SPILLS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -90,8 +90,8 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
     spilled: set[Variant] = set()
 
     class Loaded:
-        def __init__(self, made: Plan, ordinal: int) -> None:
-            self.plan, variant = made, made.launches[0].variant
+        def __init__(self, plan: Plan, ordinal: int) -> None:
+            self.plan, variant = plan, plan.launches[0].variant
             tried.append(variant)
             if len(tried) < 3:
                 spilled.add(variant)
@@ -104,6 +104,6 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
     assert calls._load_plan(call, 0).plan.launches[0].variant is tried[2]
     assert len(set(tried)) == 3
     tried.clear()
-    monkeypatch.setattr(calls, "plan", lambda *_: plan(call, DEVICES["sm_90"]))
+    monkeypatch.setattr(calls, "plan", lambda *_: make_plan(call, DEVICES["sm_90"]))
     with pytest.raises(compiler.SpilledError):  # and not for ever
         calls._load_plan(call, 0)

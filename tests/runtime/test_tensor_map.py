@@ -25,9 +25,9 @@ def spec(shape: tuple[int, ...] = SHAPE, strides: Sequence[int] = DENSE, dtype: 
     return ArraySpec(shape, tuple(strides), dtype, "cuda:0", "cupy")
 
 
-def asked(driver: FakeDriver, of: ArraySpec, box: TmaBox) -> dict[str, Any]:
+def asked(driver: FakeDriver, array: ArraySpec, box: TmaBox) -> dict[str, Any]:
     """The arguments of the one call, by the names of the driver's documentation."""
-    assert len(structs.encoded(of, box)) == MAP_BYTES
+    assert len(structs.encoded(array, box)) == MAP_BYTES
     ((name, *arguments),) = driver.calls
     driver.calls.clear()
     assert name == "cuTensorMapEncodeTiled"
@@ -37,12 +37,12 @@ def asked(driver: FakeDriver, of: ArraySpec, box: TmaBox) -> dict[str, Any]:
 
 
 def test_a_descriptor_begins_at_its_first_row_or_as_many_rows_before_the_operand() -> None:
-    of = ArraySpec.contiguous((2, 300, 4, 64), "float16")
+    array = ArraySpec.contiguous((2, 300, 4, 64), "float16")
     row = 4 * 64 * 2
-    assert first_byte(of, TmaBox(128, 0, 300)) == 0
-    assert first_byte(of, TmaBox(128, 199, 300)) == 199 * row
-    assert first_byte(of, TmaBox(128, 199, 200)) == 199 * row  # of one row, whose own stride is not used
-    assert first_byte(of, TmaBox(128, 0, 300, varlen=True)) == -300 * row
+    assert first_byte(array, TmaBox(128, 0, 300)) == 0
+    assert first_byte(array, TmaBox(128, 199, 300)) == 199 * row
+    assert first_byte(array, TmaBox(128, 199, 200)) == 199 * row  # of one row, whose own stride is not used
+    assert first_byte(array, TmaBox(128, 0, 300, varlen=True)) == -300 * row
     assert first_byte(ArraySpec.contiguous((2, 1, 4, 64), "float16"), TmaBox(128, 0, 1, varlen=True)) == -16
 
 
@@ -77,9 +77,9 @@ def test_the_stride_of_a_dimension_of_length_1_is_one_that_the_driver_takes(
     shape, strides = list(SHAPE), list(DENSE)
     shape[axis], strides[axis] = 1, stride
     arguments = asked(driver, spec(tuple(shape), strides), TmaBox(16, 0, shape[1]))
-    wanted = [2 * 256, 2 * 64, 2 * 76800]
-    wanted[(2, 0, 1)[axis]] = 16
-    assert list(arguments["globalStrides"]) == wanted
+    expected = [2 * 256, 2 * 64, 2 * 76800]
+    expected[(2, 0, 1)[axis]] = 16
+    assert list(arguments["globalStrides"]) == expected
 
 
 def test_of_some_rows_the_length_alone_is_told(driver: FakeDriver) -> None:
@@ -127,12 +127,12 @@ REAL = {
 def test_gpu_the_driver_takes_the_maps_of_real_operands(cupy: Any, name: str, dtype: str) -> None:
     shape, strides, rows = REAL[name]
     pointer = cupy.zeros(4096, "float32").data.ptr
-    made = encoded(spec(shape, strides, dtype), TmaBox(rows, 0, shape[1]))
+    tensor_map = encoded(spec(shape, strides, dtype), TmaBox(rows, 0, shape[1]))
     buffer = ParamBuffer(MAP_BYTES)
-    buffer.memory[:] = made
+    buffer.memory[:] = tensor_map
     assert mover()(buffer.address, pointer) == 0
     there = bytes(buffer.memory)
-    assert there != made
+    assert there != tensor_map
     assert mover()(buffer.address, pointer + 512) == 0
     assert bytes(buffer.memory) != there
     assert mover()(buffer.address, pointer) == 0
