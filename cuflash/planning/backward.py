@@ -77,12 +77,12 @@ def backward_plan(
 
 
 def _queries_of_a_key(problem: Problem) -> float:
-    """How many queries see a key on average; 0 of variable-length sequences, where tiles for many have no place."""
+    """Returns how many queries see a key on average; 0 of variable-length sequences: no tile is for many there."""
     return problem.mask.num_visible() / max(problem.seqlen_k, 1) if problem.seqlen_info is None else 0.0
 
 
 def _reason_against(problem: Problem) -> str | None:
-    """Why Hopper's kernels cannot take this backward, besides the reasons that also hold for forward."""
+    """Returns why Hopper's kernels cannot take this backward, besides the reasons that also hold for forward."""
     if problem.batch == 0:
         return "the batch is empty"
     if blocks_of(problem.seqlen_k, KEY_ROWS) > MAX_SEMAPHORES:
@@ -93,7 +93,7 @@ def _reason_against(problem: Problem) -> str | None:
 
 
 def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
-    """Whether kernels by rows, with so many blocks for each key block, would leave most of the GPU idle.
+    """Returns whether kernels by rows, with so many blocks for each key block, leave most of the GPU idle.
 
     The generic ones split the query heads of a group among any number of blocks; not if deterministic.
     """
@@ -259,7 +259,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
 
 
 def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, varlen: SeqlenInfo) -> Plan:
-    """The same for variable-length sequences: delta lists key blocks, which all thread blocks then take."""
+    """Plans variable-length sequences: delta lists key blocks, which all thread blocks then take."""
     deterministic, full = problem.options.deterministic, is_full(problem)
     group = problem.heads_q // problem.heads_kv
     stats_rows = stats_rows_of(problem)

@@ -1,4 +1,4 @@
-"""How the key blocks of backward on Hopper are dealt out to thread blocks: their order, and who shares them."""
+"""The schedule of key blocks in backward on Hopper: their order, and which thread blocks share them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def count_key_blocks(problem: Problem, size: int) -> int:
 
 
 def is_full(problem: Problem) -> bool:
-    """Whether every query sees every key of its sequence. Under a mask_mod it may not."""
+    """Returns whether every query sees every key of its sequence. Under a mask_mod it may not."""
     if (varlen := problem.seqlen_info) is not None:
         return varlen.left is varlen.right is None
     return problem.mask.is_full and not is_block_sparse(problem)
@@ -73,9 +73,9 @@ def _parts_for_l2(problem: Problem, seqlen_q: int) -> int:
 
 
 def kv_heads_in_l2(problem: Problem, device: Device, num_k_blocks: int, parts_log2: int = 0) -> int:
-    """How many kv heads start their key blocks, so many of a sequence, together, longest first. why: L34
+    """Returns how many kv heads start their key blocks together, longest first. why: L34
 
-    parts_log2: 2 to this power thread blocks share the query heads of each.
+    num_k_blocks: those of a sequence. parts_log2: 2 to this power thread blocks share the query heads of each.
     """
     if problem.options.deterministic:
         return HEADS_IN_L2 if is_full(problem) else ORDERED_HEADS_IN_L2
@@ -99,12 +99,12 @@ def _head_bytes(problem: Problem, seqlen_q: int, seqlen_k: int, group: int = 0) 
 
 
 def _heads_of_waves(device: Device, num_k_blocks: int) -> int:
-    """How many heads have WAVES_TOGETHER waves of key blocks, if each has so many."""
+    """Returns how many heads have WAVES_TOGETHER waves of key blocks, if each has so many."""
     return blocks_of(WAVES_TOGETHER * device.num_sms, max(num_k_blocks, 1))
 
 
 def _heads_of_parts(device: Device, blocks: int) -> int:
-    """How many kv heads, each of so many thread blocks, have at most PART_WAVES waves of them; at least one."""
+    """Returns how many kv heads have at most PART_WAVES waves of thread blocks, so many each; at least one."""
     return heads_in_l2(max(blocks, 1), PART_WAVES * _wave(device), HEADS_IN_L2)
 
 
@@ -114,7 +114,7 @@ def _wave(device: Device) -> int:
 
 
 def listed_together(problem: Problem, device: Device, tile: WarpgroupBackwardTile, least_parts: int) -> tuple[int, int]:
-    """How many kv heads start their key blocks together, and how many sequences take turns in the list of key blocks.
+    """Returns how many kv heads start together, and how many sequences take turns in the list of key blocks.
 
     least_parts: thread blocks that share each key block, if it is more than one.
 
@@ -165,12 +165,12 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
 
 
 def _almost_fill(problem: Problem, device: Device, blocks: int) -> bool:
-    """Whether so many blocks fill a GPU almost evenly: a wave of key blocks that are about alike, else WAVES (L35)."""
+    """Returns whether blocks fill a GPU almost evenly: a wave of key blocks that are about alike, else WAVES (L35)."""
     return 8 * blocks >= 7 * (1 if _are_equal(problem.mask) else WAVES) * device.num_sms
 
 
 def _are_equal(mask: Mask) -> bool:
-    """Whether about as many queries see each key: in most windows, and where few queries see many keys."""
+    """Returns whether about as many queries see each key: in most windows, and where few queries see many keys."""
     longest = min(mask.seqlen_q, mask.hi - mask.lo + 1)  # queries that see a key at most
     return 5 * mask.num_visible() >= 4 * mask.seqlen_k * longest
 
@@ -184,9 +184,9 @@ def choose_least_parts(problem: Problem, varlen: SeqlenInfo, most: int) -> int:
 
 
 def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
-    """Whether two thread blocks share the query heads of each key block of dk, and of dv, where kernels go by rows.
+    """Returns whether two thread blocks share the query heads of each key block of dk and dv in kernels by rows.
 
-    As for one kernel of all gradients (L35). It is not asked for mods.
+    As for one kernel of all gradients (L35), but not with mods.
     """
     if problem.options.deterministic or problem.mask.is_full or problem.seqlen_info is not None:
         return False
@@ -217,7 +217,7 @@ def choose_shared(
 
 
 def choose_splits(problem: Problem, num_k_blocks: int, resident: int) -> int:
-    """Among how many blocks the query heads of a kv head are split, so that WAVES waves of blocks fill the GPU.
+    """Returns among how many blocks a kv head's query heads are split, so that WAVES waves of blocks fill the GPU.
 
     why L35: a key block takes all heads of its group, so that dk and dv stay in registers, but with few keys most of
     the GPU would idle. A split costs accumulators, but only those of fewer than twice WAVES waves of blocks.

@@ -1,4 +1,4 @@
-"""Cells of 64 x 64 scores: which calls ask for them, and the launch that finds those that the caller's mask shows."""
+"""Mask tiles of 64 x 64 scores: which calls use them, and the launch that computes them from the mask_mod."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import NOTHING, Launch, Plan, blocks_of, make_plan, make_variant
 from .tile import rounded_up
 from .variant import PORTABLE_THREADS
 
-# Cells that a call finds by itself: up to so many, and not for so few keys, of which kernels have a tile or two.
+# Mask tiles that a call computes: up to so many, and not for so few keys, of which kernels have a tile or two.
 MAX_MASK_TILES, FEW_KEYS = 2**24, 128
 MAX_ORDERED = 2**12  # key blocks of a head: to order them takes time that grows with their square
 LINE_FLOATS = 32  # of 128 bytes
@@ -25,7 +25,7 @@ BLOCKS_PER_SM = 2048 // PORTABLE_THREADS
 
 
 def is_block_sparse(problem: Problem) -> bool:
-    """Whether kernels of this problem pass over tiles in which the caller's mask shows nothing."""
+    """Returns whether kernels of this problem pass over tiles in which the caller's mask shows nothing."""
     mod_spec = problem.op.mod_spec
     return mod_spec is not None and mod_spec.mask is not None and (mod_spec.has_block_mask or _is_worth_it(problem))
 
@@ -44,7 +44,7 @@ def mask_tiles_shape(problem: Problem) -> tuple[int, int, int, int]:
 def mask_tile_strides(problem: Problem) -> tuple[int, int, int]:
     """From the mask tiles of a sequence to those of the next, of a head, and of 64 queries; 0 where they are shared.
 
-    Of a call that is given mask tiles, or finds them itself.
+    Mask tiles are an input of the call, or are computed by it.
     """
     mod_spec = problem.op.mod_spec
     is_input = mod_spec is not None and mod_spec.has_block_mask
@@ -53,21 +53,21 @@ def mask_tile_strides(problem: Problem) -> tuple[int, int, int]:
 
 
 def _inputs(problem: Problem) -> frozenset[str]:
-    """What the caller's mask depends on."""
+    """Returns the inputs that the mask_mod depends on."""
     mod_spec = problem.op.mod_spec
     return frozenset() if mod_spec is None or mod_spec.mask is None else mod_spec.mask.inputs
 
 
 def _tells_sequences_apart(problem: Problem) -> bool:
-    """Whether the mask depends on the sequence, or on its lengths where only the device knows them."""
+    """Returns whether the mask depends on the sequence, or on its lengths where only the device knows them."""
     inputs = _inputs(problem)
     return "b" in inputs or (problem.seqlen_info is not None and not inputs.isdisjoint(LENGTHS))
 
 
 def mask_tiles_launch(problem: Problem, device: Device) -> tuple[Launch, int] | None:
-    """The launch that finds the mask tiles of a call, and floats of their part "mask_tiles" of the workspace.
+    """The launch that computes the mask tiles of a call, and floats of their part "mask_tiles" of the workspace.
 
-    None where no kernel uses them, and where they are given.
+    None where no kernel uses them, and where they are an input.
     """
     mod_spec = problem.op.mod_spec
     if mod_spec is None or mod_spec.has_block_mask or not is_block_sparse(problem):
@@ -83,7 +83,7 @@ def mask_tiles_launch(problem: Problem, device: Device) -> tuple[Launch, int] | 
 def with_mask_tiles(
     problem: Problem, device: Device, launches: list[Launch], workspace: Mapping[str, int] = NOTHING
 ) -> tuple[list[Launch], Mapping[str, int]]:
-    """Launches and floats of the workspace, after those of the mask tiles that they use, if the call finds any."""
+    """Launches and floats of the workspace, after those of the mask tiles that they use, if the call computes any."""
     if (launch_and_floats := mask_tiles_launch(problem, device)) is None:
         return launches, workspace
     launch, floats = launch_and_floats

@@ -29,7 +29,7 @@ from .tile import FLOAT_BYTES
 from .tiles_sm80 import DqTile
 from .variant import PORTABLE_THREADS
 
-MAX_AXES = 8  # of an array whose gradient is wanted: the arrays of `ModGradientParams` in kernels_cu/common/params.cuh
+MAX_AXES = 8  # of an array that has a gradient: the arrays of `ModGradientParams` in kernels_cu/common/params.cuh
 MAX_PLACES = 2**31 - 1  # of a table, whose kernels count its places in 32 bits
 MOST_TABLE_BYTES = 64 * 2**20  # of the tables that thread blocks share sums by
 MOST_WAVES = 4  # of thread blocks that share walks
@@ -71,12 +71,12 @@ def _axis(index: Node) -> str | int | None:
 
 
 def is_affine(index: Node) -> bool:
-    """Whether an index is a sum of multiples of b, h, q_idx, k_idx and the lengths."""
+    """Returns whether an index is a sum of multiples of b, h, q_idx, k_idx and the lengths."""
     return all(atom.op == "input" for atom in linear(index).coefficients)
 
 
 class Sums(NamedTuple):
-    """How a term is summed.
+    """The sums of a term.
 
     separate_axes: the axes of BIAS_AXES that index the array, so that each index has a sum. gathered_axes: the
     axes of the array whose index is computed for each score; sums are then separate by sequence and head at most.
@@ -91,7 +91,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(term: Term, shape: tuple[int, ...], lengths: Mapping[str, int]) -> Sums:
-    """How a term is summed for an array of this shape, where BIAS_AXES have these lengths."""
+    """Returns the sums of a term for an array of this shape, where BIAS_AXES have these lengths."""
     if len(shape) > MAX_AXES:
         raise UnsupportedError(f"the gradient of an array of {len(shape)} axes; up to {MAX_AXES} are supported")
     names: list[str | None] = []
@@ -116,7 +116,7 @@ def _clamped(index: int, extent: int) -> int:
 
 
 def with_captured_gradients(plan: Plan, problem: Problem, device: Device) -> Plan:
-    """The plan of backward, and after it the launches for gradients of captured arrays, if any is wanted."""
+    """The plan of backward, and after it the launches for gradients of captured arrays, if there are any."""
     names = [operand.name for operand in problem.op.outputs if operand.name not in ("dq", "dk", "dv")]
     if not names:
         return plan
@@ -334,7 +334,7 @@ def _numbered(name: str, values: Any) -> dict[str, int]:
 
 
 def _parts(blocks: int, num_steps: int, resident: int, room: int, is_even: bool) -> int:
-    """Among how many thread blocks each walk is shared out: those with which the last of all ends first.
+    """Returns how many thread blocks share each walk: as many as make the last of all end first.
 
     is_even: whether all steps take equally long. If not, as many as possible. room: for how many there are tables.
     """

@@ -40,7 +40,7 @@ GAIN_OF_A_WARP = 1.1  # how many times as fast blocks of 16 rows must look, wher
 
 
 def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]) -> Iterator[Plan]:
-    """What kernels for decoding on Hopper could do, in order of preference; nothing if forward.cu is faster.
+    """Yields plans of Hopper's kernels for decoding, in order of preference; none if forward.cu is faster.
 
     rows: tiles of forward.cu, in order of preference.
     """
@@ -115,7 +115,7 @@ def _variant(problem: Problem, device: Device, source: str, tile: Tile | Warpgro
 
 
 def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_rows: int) -> bool:
-    """Whether blocks of 16 rows look faster than blocks of 64 for so many rows of a kv head.
+    """Returns whether blocks of 16 rows look faster than blocks of 64 for so many rows of a kv head.
 
     Each of them reads all keys, most from L2, but the splits of a block are merged by one thread block.
     """
@@ -171,20 +171,20 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
 
 
 def _splits(problem: Problem) -> int:
-    """How many thread blocks may share the keys of a query; 0 for as many as are good."""
+    """Returns how many thread blocks may share the keys of a query; 0 for as many as are good."""
     # why one: a row then has the bits that it has in calls of many queries, whose keys are never cut.
     return problem.options.num_splits if problem.options.split_size is None else 1
 
 
 def _may_share_keys(problem: Problem) -> bool:
-    """Whether kernels for decoding take what the call changes in scores and weights."""
+    """Returns whether kernels for decoding take the mods of the call."""
     mod_spec = problem.op.mod_spec
     # why not for one split: kernels for many queries then give the bits.
     return mod_spec is None or not (mod_spec.drops or _splits(problem) == 1)
 
 
 def _is_few(problem: Problem) -> bool:
-    """Whether keys are what takes time, whatever else runs on the GPU."""
+    """Returns whether keys are what takes time, whatever else runs on the GPU."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     return problem.seqlen_info is not None and problem.seqlen_q <= FEW_QUERIES and rows <= FEW_ROWS
 
@@ -206,9 +206,9 @@ def _visible_tiles(problem: Problem, block_q: int, block_k: int) -> int:
 
 
 def _is_faster(num_blocks: float, whole: int, tiles: int, splits: int, num_sms: int) -> bool:
-    """Whether `num_blocks` query blocks that share keys look faster than `whole` of forward.cu, by their key tiles.
+    """Returns whether `num_blocks` query blocks that share keys look faster than `whole` of forward.cu.
 
-    A block of the first counts as many as it takes times the time of one of the second.
+    Both are measured in key tiles. `num_blocks` is scaled by the time of its tile relative to one of forward.cu.
     """
     if splits == 0:
         steps = max(num_blocks * tiles / num_sms, 1.0) + MERGE

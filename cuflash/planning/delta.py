@@ -24,7 +24,7 @@ def changes_weights(problem: Problem) -> bool:
 
 
 def block_words(problem: Problem) -> int:
-    """Numbers of a block of rows that delta tells of."""
+    """Numbers of a block of rows in the list that delta writes."""
     return MOD_BLOCK_WORDS if changes_weights(problem) else BLOCK_WORDS
 
 

@@ -11,7 +11,7 @@ from ..locks import Once
 
 @dataclass(frozen=True)
 class Device:
-    """What plans know of a GPU. Shared memory is in bytes; `smem_per_block` is the opt-in limit of one block."""
+    """The properties of a GPU that plans depend on. Shared memory is in bytes, `smem_per_block` the opt-in limit."""
 
     name: str
     capability: tuple[int, int]
@@ -84,7 +84,7 @@ def query(ordinal: int) -> Device:
 
 
 def count() -> int:
-    """How many CUDA GPUs this process can use; 0 without CuPy, driver or GPU."""
+    """Returns how many CUDA GPUs this process can use; 0 without CuPy, driver or GPU."""
     try:
         from cupy.cuda import runtime
 

@@ -40,7 +40,7 @@ def forward_plan(
 
 
 def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
-    """What Hopper's own kernels could do, in order of preference."""
+    """Yields plans of Hopper's own kernels, in order of preference."""
     keys, op = _keys_of_a_query(problem), problem.op.name
     dims, is_capped = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0
     mod_code = make_mod_code(problem, is_sparse=_passes_over_tiles(problem))
@@ -58,12 +58,12 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
 
 
 def _passes_over_tiles(problem: Problem) -> bool:
-    """Whether Hopper's kernels pass over tiles in which the caller's mask shows nothing; not those that load pages."""
+    """Returns whether Hopper's kernels pass over tiles that the mask_mod hides; those that load pages do not."""
     return is_block_sparse(problem) and not problem.has("page_table")
 
 
 def _keys_of_a_query(problem: Problem) -> float:
-    """How many keys a query sees on average under a mask; of several lengths, as if all sequences had the mean."""
+    """Returns how many keys a query sees on average under a mask; for varlen, as if all sequences had the mean."""
     if (varlen := problem.seqlen_info) is not None:
         batch = max(problem.batch, 1)
         mean_q, mean_k = -(-varlen.batch_q * varlen.rows_q // batch), -(-varlen.batch_k * varlen.rows_k // batch)
@@ -137,7 +137,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
 
 
 def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
-    """The same for variable-length sequences, of which the device alone knows how many query blocks they have."""
+    """Plans variable-length sequences, whose query blocks are counted on the device."""
     lengths = problem.seqlen_info
     assert lengths is not None
     source = f"sm90/forward/{problem.op.name}.cu"
@@ -163,7 +163,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
 
 
 def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
-    """Whether thread blocks take two heads of the same rows, one after the other."""
+    """Returns whether thread blocks take two heads of the same rows, one after the other."""
     varlen = problem.seqlen_info
     assert varlen is not None
     if (together | problem.heads_q) % 2:
@@ -176,7 +176,7 @@ def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
 
 
 def _tail_parts(problem: Problem, tile: WarpgroupTile, device: Device, together: int) -> int:
-    """How many of the last packed sequences, and of the rows behind them, start together, with all of their heads.
+    """Returns how many of the last packed sequences, and of the rows behind them, start together with all heads.
 
     Their longest query blocks come first.
     """

@@ -1,4 +1,4 @@
-"""Whether Hopper's own kernels (TMA and wgmma) take a problem, and if not, why."""
+"""The limits of Hopper's own kernels (TMA and wgmma): why they do not take a problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOVED = {
 
 
 def reason_against(problem: Problem, device: Device, misaligned: Collection[str]) -> str | None:
-    """Why Hopper's kernels cannot take this problem, whatever its head dims; None if nothing forbids it.
+    """Returns why Hopper's kernels cannot take this problem, whatever its head dims; None if nothing forbids it.
 
     `misaligned`: the operands that do not begin at a multiple of 16 bytes.
     """
@@ -53,7 +53,7 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
 
 
 def _reason_of_places(problem: Problem, misaligned: Collection[str]) -> str | None:
-    """Why the copy engine cannot move some operand."""
+    """Returns why the copy engine cannot move some operand."""
     specs, index, inputs = problem.specs_4d, problem.op.index, len(problem.op.inputs)
     for name in MOVED[problem.op.name]:
         if name in misaligned:
@@ -68,7 +68,7 @@ def _reason_of_places(problem: Problem, misaligned: Collection[str]) -> str | No
 
 @lru_cache(maxsize=256)
 def allows_tma(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 2) -> bool:
-    """Whether TMA can address a 4-D operand with these strides (in elements, the last one 1)."""
+    """Returns whether TMA can address a 4-D operand with these strides (in elements, the last one 1)."""
     for axis in range(3):
         step = itemsize * strides[axis]
         if shape[axis] > 1 and (step % 16 or not 0 < step < 2**40):

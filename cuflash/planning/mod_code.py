@@ -1,6 +1,6 @@
 """Mods as code: what a kernel is compiled with beside its own source.
 
-A kernel that knows of them is a text of three parts: the functions of common/mod_functions.cuh, the struct template
+A kernel with mods is a text of three parts: the functions of common/mod_functions.cuh, the struct template
 `ModFunctions` that is printed here, and the kernel's source. Its `element` gives the score in powers of two, of a
 product q kᵀ (or of what the softcap made of it), whether the key is seen, and the derivative of the score by the one
 that the caller's function was given.
@@ -27,8 +27,7 @@ from ..problem.options import LOG2_E
 from ..problem.problem import Problem
 
 RESULTS = ("score", "visible", "slope")
-# why: one kernel finds the mask tiles that a mask shows, others ask for its elements, with queries or keys in their
-# rows.
+# why: one kernel computes mask tiles, others evaluate single elements, with queries or keys in their rows.
 EXACT = ("visible",)
 # Words of 8 bytes behind the captured arrays: `ModParams` in kernels_cu/common/params.cuh.
 MORE_WORDS = 8
@@ -51,7 +50,7 @@ class ModCode(NamedTuple):
 
 
 def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, is_sparse: bool = False) -> ModCode | None:
-    """What kernels of this problem are compiled with, None for a plain call.
+    """Returns the code of mods that kernels of this problem are compiled with; None for a plain call.
 
     keys_as_rows: whether the kernel's fragments have keys in their rows, and queries in their columns. is_sparse:
     whether it reads which mask tiles of 64 x 64 are empty, or full.
@@ -64,12 +63,12 @@ def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, is_sparse: bo
 
 
 def _is_causal(problem: Problem) -> bool:
-    """Whether no query sees a key behind its own position, by a mask: what is compiled depends on no shape."""
+    """Returns whether the mask hides every key behind the query's position. Compiled code depends on no shape."""
     return problem.seqlen_info is None and problem.mask.hi <= problem.seqlen_k - problem.seqlen_q
 
 
 def _is_short(problem: Problem, mod_spec: ModSpec) -> bool:
-    """Whether offsets in all captured arrays, and their strides, fit into 32 bits."""
+    """Returns whether offsets in all captured arrays, and their strides, fit into 32 bits."""
     specs = [problem.specs[problem.op.index[each.name]] for each in mod_spec.arrays]
     return all(
         sum(abs(stride) * max(length - 1, 1) for length, stride in zip(spec.shape, spec.strides, strict=True)) < 2**31
@@ -101,7 +100,7 @@ def _runs(problem: Problem, mod_spec: ModSpec, keys_as_rows: bool) -> _Runs:
 
 
 def _pairs(spec: ArraySpec, axis: int) -> bool:
-    """Whether all pairs of elements along an axis lie at multiples of their size, if the first one does."""
+    """Returns whether all pairs of elements along an axis lie at multiples of their size, if the first one does."""
     axes = enumerate(zip(spec.shape, spec.strides, strict=True))
     others_are_even = not any(other != axis and length > 1 and stride % 2 for other, (length, stride) in axes)
     return spec.itemsize <= 4 and spec.shape[axis] % 2 == 0 and others_are_even
@@ -152,7 +151,7 @@ def _as_code(mod_spec: ModSpec, text: str, constants: dict[str, int]) -> ModCode
 
 
 def _may_mask(score: Node) -> bool:
-    """Whether it is usual that scores weigh nothing, as by a bias or a constant that stands for a mask.
+    """Returns whether it is usual that scores weigh nothing, as by a bias or a constant that stands for a mask.
 
     why only so: kernels give the right results either way, but not at the same speed.
     """
@@ -168,7 +167,7 @@ _LIGHT = {"load", "constant", "input", "cast", "add", "subtract", "multiply", "n
 
 
 def _loads_together(mod_spec: ModSpec) -> bool:
-    """Whether functions are so light, as a bias is, that registers hold what all elements of a step load."""
+    """Returns whether functions are so light, as a bias is, that registers hold all loads of a step."""
     if mod_spec.score is None or mod_spec.mask is not None or mod_spec.drops:
         return False
     nodes = post_order([mod_spec.score])
@@ -183,7 +182,7 @@ def words_of(rank: int) -> int:
 
 
 def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> ModCode:
-    """What sm80/backward_mods.cu is compiled with: the derivative of scores by a load, and its indices if looked up.
+    """Returns code for sm80/backward_mods.cu: the derivative of scores by a load, and its indices if looked up.
 
     stays: whether a thread block walks from sequence to sequence, over the same tile of each.
     """

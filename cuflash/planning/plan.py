@@ -1,4 +1,4 @@
-"""What a call would launch (`Launch`, `Plan`), and what the planners of all ops share."""
+"""The launches of a call (`Launch`, `Plan`), and functions that the planners of all ops share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
     @property
     def splits_text(self) -> str:
-        """In words, how the keys of its query blocks are cut."""
+        """A description of how the keys of its query blocks are cut."""
         if splits := self.fields.get("splits"):
             how = f"{splits}"
         elif (tiles := self.fields["split_tiles"]) and self.variant.tile is not None:
@@ -73,7 +73,7 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call would launch. Memory is in bytes; `workspace_bytes` is memory besides inputs and outputs."""
+    """The launches of a call. Memory is in bytes; `workspace_bytes` is memory besides inputs and outputs."""
 
     problem: Problem
     device: str
@@ -220,7 +220,7 @@ def make_variant(
 
 
 def blocks_of(length: int, step: int) -> int:
-    """How many blocks of `step` cover a length."""
+    """Returns how many blocks of `step` cover a length."""
     return -(-length // step)
 
 

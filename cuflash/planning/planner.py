@@ -24,7 +24,7 @@ def plan(
     misaligned: Collection[str] = (),
     spilled: Collection[Variant] = (),
 ) -> Plan:
-    """What a call launches on this device; None stands for NumPy on the CPU.
+    """Returns what a call launches on this device; None stands for NumPy on the CPU.
 
     misaligned: the operands that do not begin at a multiple of 16 bytes. spilled: kernels that are not to be taken,
     because they spill registers with score_mod or mask_mod.

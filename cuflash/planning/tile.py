@@ -1,4 +1,4 @@
-"""What the tiles of both families share."""
+"""Constants and functions that the tiles of both families share."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _FIELDS = "head_dim head_dim_v block_q block_k stages blocks_per_sm qk_unroll"
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What every tile of this family has."""
+    """The fields of every tile of this family."""
 
     head_dim: int
     head_dim_v: int
@@ -81,7 +81,7 @@ class BackwardTile(_Shape):
 
     @property
     def group(self) -> int:
-        """How many warps share the same keys. why 32 rows or keys a warp where registers allow it: L26"""
+        """Returns how many warps share the same keys. why 32 rows or keys a warp where registers allow it: L26"""
         return self.warps * self.warp_keys // self.block_k
 
     def smem_bytes(self, itemsize: int) -> int:

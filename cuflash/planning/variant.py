@@ -1,4 +1,4 @@
-"""What is compiled: one kernel, and everything that changes its code."""
+"""Variants: a compiled kernel, and everything that changes its code."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ class Variant:
     softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
     is_varlen: bool = False  # whether sequences have lengths of their own, which are read on the device
     mod_code: ModCode | None = None  # mods
-    lists_seqlens: bool = False  # only of delta: it tells what these ask of variable-length sequences
+    lists_seqlens: bool = False  # only of delta: it lists the lengths of sequences for kernels with mods
 
     def __hash__(self) -> int:
         return self._hash
 
     @property
     def waits(self) -> bool:
-        """Whether the kernel waits by itself for those ahead of it on the stream, so that it may be launched early."""
+        """Returns whether the kernel itself waits for those ahead of it on the stream, so it may be launched early."""
         return self.source in WAITING
 
     @Once
-    def _hash(self) -> int:  # why cached: each call with new lengths asks for it, and most of it is that of the tile
+    def _hash(self) -> int:  # why cached: each call with new lengths needs it, and most of it is that of the tile
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @Once
@@ -102,7 +102,7 @@ class Variant:
 
     @property
     def of_warpgroups(self) -> bool:
-        """Whether it is one of Hopper's own kernels."""
+        """Returns whether it is one of Hopper's own kernels."""
         return self.source.startswith("sm90/")
 
     @Once
@@ -140,4 +140,4 @@ class Variant:
         return constants
 
 
-variant_of = cache(Variant)  # why: the same object again, which knows its hash, is found faster than a new one is made
+variant_of = cache(Variant)  # why: a lookup of the same object, whose hash is cached, is faster than a new object

@@ -144,7 +144,7 @@ def _load_plan(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -
     # why a context: the driver makes TMA descriptors in no thread without one
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
         while True:
-            # why not asked for in plain calls: planning is a part of the time of each new shape.
+            # why not in plain calls: planning is a part of the time of each new shape.
             spilled = frozenset() if problem.op.mod_spec is None else compiler.spilled()
             new_plan = plan(problem, device.query(ordinal), misaligned, spilled)
             if logger.isEnabledFor(logging.DEBUG):

@@ -98,7 +98,7 @@ def options(variant: Variant) -> tuple[str, ...]:
 
 
 def program_text(variant: Variant) -> str:
-    """What the compiler is given: the source, or mods and the source."""
+    """Returns the text that is compiled: the source, or mods and the source."""
     source = source_root() / variant.source
     if variant.mod_code is None:
         return source.read_text("utf-8")

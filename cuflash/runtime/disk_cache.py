@@ -120,7 +120,7 @@ def keep(name: str, content: bytes) -> None:
     except UnsupportedError as error:
         _in_process[name] = content
         while sum(map(len, list(_in_process.values()))) > MOST_BYTES:
-            _in_process.pop(next(iter(_in_process)), None)  # the oldest, which is compiled anew if it is asked for
+            _in_process.pop(next(iter(_in_process)), None)  # the oldest, which is compiled anew at its next use
         _warn(str(error))
 
 

@@ -18,7 +18,7 @@ def function(name: str, *argtypes: type) -> Function:
     """Returns a function of the driver, which returns a CUresult. With `argtypes`, integers are taken as pointers."""
     # why PyDLL: these functions return at once; releasing the GIL costs 30 ns, and more if other threads want it.
     library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    # why not getattr: library[name] is a new object each time, so that nobody else changes its argtypes.
+    # why not getattr: library[name] is a new object each time, so that no other code changes its argtypes.
     symbol = library[name]
     if argtypes:
         symbol.argtypes = argtypes

@@ -17,7 +17,7 @@ _NUMBERS = struct.Struct("=2q3if8x")
 
 
 class ModPlaces(NamedTuple):
-    """Which words have the pointers of operands, by number, and of parts of the workspace, by name."""
+    """The words of the pointers of operands, by number, and of parts of the workspace, by name."""
 
     plain: list[tuple[int, int]]
     workspace: list[tuple[str, int]]
@@ -48,7 +48,7 @@ def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlace
     if mod_spec.has_block_mask:
         places.plain.append((index["mask_tiles"], word + 1))
     else:
-        # Cells that the call makes itself: of all batches and heads, or of those that the mask tells apart.
+        # Mask tiles that the call computes: of all batches and heads, or of those on which the mask depends.
         places.workspace.append(("mask_tiles", word + 1))
     of_batch, of_head, columns = mask_tile_strides(problem)
     if mod_spec.drops:

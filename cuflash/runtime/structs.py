@@ -70,7 +70,7 @@ class ScoreParams(Structure):
 
 
 class ProblemParams(Structure):
-    """What every attention kernel knows of its problem."""
+    """The problem, as every attention kernel reads it."""
 
     _fields_: ClassVar[Fields] = [
         *_ints("batch seqlen_q seqlen_k heads_q heads_per_kv head_dim head_dim_v mask_lo mask_hi"),

@@ -1,4 +1,4 @@
-"""TMA descriptors: a 4-D operand as the copy engine (TMA) sees it, encoded by the CUDA driver."""
+"""TMA descriptors: a 4-D operand as the copy engine (TMA) reads it, encoded by the CUDA driver."""
 
 from __future__ import annotations
 

@@ -249,6 +249,13 @@ def test_a_table_that_32_bits_do_not_count_is_refused(deterministic: bool) -> No
             assert launch.fields["table_places"] == 2**31 - 4
 
 
+def test_an_array_of_more_axes_than_kernels_count_is_refused() -> None:
+    array = np.zeros((1,) * (captured_gradients.MAX_AXES + 1), np.float32)
+    call = {"score_mod": lambda score, b, h, q_idx, k_idx: score + array[(b,) * array.ndim]}
+    with pytest.raises(UnsupportedError, match=f"{array.ndim} axes; up to {captured_gradients.MAX_AXES} are supported"):
+        make_plan(problem_of(call), DEVICES["sm_80"])
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_sinks_are_summed_over_all_queries(arch: str) -> None:
     plan = make_plan(problem_of(SINKS, "float16"), DEVICES[arch])

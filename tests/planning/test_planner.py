@@ -88,6 +88,11 @@ def test_out_dtype_and_algorithm_are_part_of_what_is_compiled() -> None:
         assert (flashd.algorithm, flashd.source) == ("flashd", "sm80/forward.cu")
 
 
+def test_standard_takes_no_variable_length_sequences() -> None:
+    with pytest.raises(UnsupportedError, match="'standard' takes no variable-length sequences on a GPU"):
+        cuflash.plan(*SHAPES, dtype="float16", device="sm_90", algorithm="standard", seqused_k=(2,))
+
+
 def test_standard_runs_through_cupy_and_says_what_it_materialises() -> None:
     plan = make_plan(make_problem(algorithm="standard"), H100)
     assert (plan.kernel, plan.device, plan.launches, plan.variant) == ("cupy_standard", "H100", (), None)
