@@ -8,19 +8,11 @@ from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
 from .operands import INTEGERS, Op
-from .seqlen_info import CACHE, PACKED, PAGES
+from .seqlen_info import CACHE, PACKED, PAGES, VARLEN_LAYOUTS, rank_of
 
 NEW = "(batch, seqlen, heads, head_dim)"
 _FLOATS = ("k_cache", "v_cache", "k", "v", "q")
-_RANKS = {
-    "seqused_k": "(batch,)",
-    "page_table": "(batch, max_pages)",
-    "cache_batch_idx": "(batch,)",
-    "cu_seqlens_k": "(batch + 1,)",
-    "cu_seqlens_q": "(batch + 1,)",
-    "rotary_cos": "(positions, rotary_dim / 2)",
-    "rotary_sin": "(positions, rotary_dim / 2)",
-}
+_LAYOUTS = VARLEN_LAYOUTS | dict.fromkeys(("rotary_cos", "rotary_sin"), "(positions, rotary_dim / 2)")
 # An array of the first name has a meaning only beside one of the second; what to do otherwise.
 _BESIDE = (
     ("cu_seqlens_q", "q", "give q, or leave cu_seqlens_q=None"),
@@ -37,7 +29,7 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> tuple[dict[str, int]
     _check_together(named)
     _check_ranks(named)
     check_alike({name: named[name] for name in _FLOATS if name in named})
-    cache, axes = named["k_cache"], _axes(named)
+    cache, axes = named["k_cache"], _axes(op, named)
     _check_sizes(named, axes)
     dtypes = {"inputs": (cache.dtype,), "table": (cache.dtype, "float32"), INTEGERS: (INTEGERS,)}
     for operand in op.inputs:
@@ -73,36 +65,22 @@ def _check_ranks(named: Named) -> None:
             side = "q" if name == "q" else "k"
             layout = PACKED.format(side) if f"cu_seqlens_{side}" in named else NEW
         else:
-            layout = _RANKS[name]
-        rank = len([axis for axis in layout.strip("()").split(",") if axis])
-        if len(spec.shape) != rank:
+            layout = _LAYOUTS[name]
+        if len(spec.shape) != rank_of(layout):
             raise ProblemError(f"{name} has shape {spec.shape}, rank {len(spec.shape)}; give {layout}")
 
 
-def _axes(named: Named) -> dict[str, int]:
-    """The lengths of all axes, each from the first operand that has it."""
-    num_pages, page_size, heads_kv, head_dim = named["k_cache"].shape
-    batch_k, rows_k = named["k"].as_4d().shape[:2]
-    batch_q, rows_q, heads_q = named["q"].as_4d().shape[:3] if "q" in named else (0, 0, 0)
-    positions, pairs = named["rotary_cos"].shape if "rotary_cos" in named else (0, 0)
-    batch = named["seqused_k"].shape[0]
-    return {
-        "num_pages": num_pages,
-        "page_size": page_size,
-        "heads_kv": heads_kv,
-        "head_dim": head_dim,
-        "head_dim_v": named["v_cache"].shape[3],
-        "batch": batch,
-        "bounds": batch + 1,
-        "max_pages": named["page_table"].shape[1] if "page_table" in named else 1,
-        "batch_k": batch_k if "cu_seqlens_k" in named else batch,
-        "rows_k": rows_k,
-        "batch_q": batch_q if "cu_seqlens_q" in named or "q" not in named else batch,
-        "rows_q": rows_q,
-        "heads_q": heads_q,
-        "positions": positions,
-        "pairs": pairs,
-    }
+def _axes(op: Op, named: Named) -> dict[str, int]:
+    """Returns the lengths of all axes, each from the first operand that has it."""
+    axes = dict.fromkeys(("batch_q", "rows_q", "heads_q", "positions", "pairs"), 0) | {"max_pages": 1}
+    for operand in reversed(op.inputs):
+        if spec := named.get(operand.name):
+            axes.update(zip(operand.axes, (spec.as_4d() if len(operand.axes) == 4 else spec).shape, strict=True))
+    axes["bounds"] = axes["batch"] + 1
+    for side in "qk":
+        if side in named and f"cu_seqlens_{side}" not in named:
+            axes[f"batch_{side}"] = axes["batch"]
+    return axes
 
 
 def _check_sizes(named: Named, axes: Mapping[str, int]) -> None:

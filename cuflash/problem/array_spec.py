@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ class ArraySpec(NamedTuple):
         return self._replace(strides=packed_strides(self.shape))
 
     def as_4d(self) -> ArraySpec:
-        """The same array seen as (batch, seqlen, heads, head_dim): a missing batch or heads axis has length 1."""
+        """Returns the array seen as (batch, seqlen, heads, head_dim): a missing batch or heads axis has length 1."""
         shape, strides = self.shape, self.strides
         if len(shape) == 4:
             return self
@@ -81,14 +82,9 @@ class ArraySpec(NamedTuple):
 
     @property
     def has_aligned_rows(self) -> bool:
-        """Whether every row begins at a multiple of 16 bytes if the first element does."""
+        """True where every row begins at a multiple of 16 bytes if the first element does."""
         size = self.itemsize
         return not any(stride * size % 16 for stride in self.strides[:-1])
-
-    @property
-    def described(self) -> str:
-        """Its shape and strides, for errors about memory."""
-        return f"shape {self.shape} with strides {self.strides}"
 
     def __str__(self) -> str:
         return f"{self.library} {self.dtype}{list(self.shape)} on {self.device}"
@@ -114,11 +110,13 @@ def share_memory(first: ArraySpec, second: ArraySpec, distance: int) -> bool:
 
     It raises ProblemError where their strides make it too long to tell.
     """
-    is_shared = overlap(*[_at(x.shape, x.strides, x.itemsize, start) for x, start in ((first, 0), (second, distance))])
+    pair = (first, 0), (second, distance)
+    is_shared = overlap(*[_placeholder(spec.shape, spec.strides, spec.itemsize, begin) for spec, begin in pair])
     if is_shared is None:
+        layouts = " and ".join([f"shape {spec.shape} with strides {spec.strides}" for spec, _ in pair])
         raise ProblemError(
-            f"an array that is written to and another one, {first.described} and {second.described}, lie in one range "
-            "of memory, and it takes too long to tell whether they share elements; give each memory of its own"
+            f"an array that is written to and another one, {layouts}, lie in one range of memory, and it takes too "
+            "long to tell whether they share elements; give each memory of its own"
         )
     return is_shared
 
@@ -137,24 +135,16 @@ def repeats_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | N
         return False
     # Two elements differ first in one of the axes, where one of them may be taken to stand at index 0: what is asked of
     # each axis is whether that part of the array shares an element with the part behind it.
-    whole = _at(shape, strides)
+    whole = _placeholder(shape, strides)
     parts = [whole[(0,) * axis] for axis in range(len(shape))]
     overlaps = [overlap(part[:1], part[1:]) for part in parts]
     return True if True in overlaps else None if None in overlaps else False
 
 
-def _at(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 1, start: int = 0) -> np.ndarray[Any, Any]:
-    return np.asarray(_At(shape, tuple([stride * itemsize for stride in strides]), itemsize, _FAR + start))
-
-
-class _At:
-    """An array at an address where there is no memory. NumPy makes a view of it, of which nobody reads an element."""
-
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, True),
-            "shape": shape,
-            "strides": strides,
-            "typestr": f"|V{itemsize}",
-        }
+def _placeholder(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 1, begin: int = 0
+) -> np.ndarray[Any, Any]:
+    """Returns an array at an address where there is no memory. Its elements are never read."""
+    steps = tuple([stride * itemsize for stride in strides])
+    place = {"version": 3, "data": (_FAR + begin, True), "shape": shape, "strides": steps, "typestr": f"|V{itemsize}"}
+    return np.asarray(SimpleNamespace(__array_interface__=place))

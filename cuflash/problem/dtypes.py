@@ -35,7 +35,7 @@ DTYPES = {
     )
 }
 _INTEGERS = {"bool": 1} | {f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)}
-ITEMSIZE = {name: row.itemsize for name, row in DTYPES.items()} | _INTEGERS  # of all arrays that a call may take
+ITEMSIZE = _INTEGERS | {name: row.itemsize for name, row in DTYPES.items()}  # of all arrays that a call may take
 GPU_DTYPES = tuple(name for name, row in DTYPES.items() if row.cuda is not None)
 
 

@@ -7,18 +7,14 @@ from collections.abc import Mapping
 from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import check_output
+from .dtypes import DTYPES, ITEMSIZE
 from .operands import BIAS, CAPTURED, MASK_TILES, SEED, Operand, Sizes
 
 AXES = ("batch", "heads_q", "seqlen_q", "seqlen_k")  # of scores
 MASK_TILE = 64  # queries, and keys, of a mask tile of a block mask
 MAX_EXTENT = 2**31 - 1  # of an axis of an array that functions load from
-# What functions may load from.
-CAPTURED_DTYPES = (
-    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-    *("float16", "bfloat16", "float32", "float64"),
-)
-BIAS_DTYPES = ("bool", "float16", "bfloat16", "float32", "float64")
-SEED_DTYPES = {"int64": (1,), "uint64": (1,), "int32": (2,), "uint32": (2,)}
+BIAS_DTYPES = ("bool", *DTYPES)
+SEED_SHAPES = {"int64": ((1,), ()), "uint64": ((1,), ()), "int32": ((2,),), "uint32": ((2,),)}
 
 
 def check_mod_array(
@@ -72,17 +68,14 @@ def _sizes_text(sizes: Sizes) -> str:
 def _check_captured(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
     if max(spec.shape, default=0) > MAX_EXTENT:
         raise ProblemError(f"{operand.called} has shape {spec.shape}; give axes of at most {MAX_EXTENT} elements")
-    if spec.dtype not in CAPTURED_DTYPES:
-        raise ProblemError(f"{operand.called} has dtype {spec.dtype}; give one of {', '.join(CAPTURED_DTYPES)}")
+    if spec.dtype not in ITEMSIZE:
+        raise ProblemError(f"{operand.called} has dtype {spec.dtype}; give one of {', '.join(ITEMSIZE)}")
 
 
 def _check_bias(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
     whole = tuple(lengths[axis] for axis in AXES)
-    shape = whole[len(whole) - len(spec.shape) :] if len(spec.shape) <= len(whole) else ()
-    fits = len(shape) == len(spec.shape) and all(
-        length in (1, most) for length, most in zip(spec.shape, shape, strict=True)
-    )
-    if not fits:
+    pairs = zip(reversed(spec.shape), reversed(whole), strict=False)
+    if len(spec.shape) > len(whole) or any(length not in (1, most) for length, most in pairs):
         raise ProblemError(
             f"bias has shape {spec.shape}; give (batch, heads_q, seqlen_q, seqlen_k) = {whole}, of which any may be 1 "
             "and the first may be left out"
@@ -92,8 +85,7 @@ def _check_bias(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -
 
 
 def _check_seed(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
-    shape = SEED_DTYPES.get(spec.dtype)
-    if shape is None or spec.shape not in ((shape, ()) if shape == (1,) else (shape,)):
+    if spec.shape not in SEED_SHAPES.get(spec.dtype, ()):
         raise ProblemError(
             f"dropout_seed has shape {spec.shape} and dtype {spec.dtype}; give an int, one integer of int64 or uint64, "
             "or two of int32 or uint32"

@@ -98,7 +98,7 @@ def _make_mod_spec(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -
     kinds: list[Kind] = []
     roots = []
     for graph in (score_mod, mask_mod):
-        roots.append(None if graph is None else _shifted(graph.root, len(kinds)))
+        roots.append(None if graph is None else substituted(graph.root, {}, len(kinds)))
         for each in () if graph is None else graph.arrays:
             kinds.append(Kind(f"captured{len(kinds)}", each.dtype, len(each.shape), each.type))
     score, mask = roots
@@ -121,13 +121,10 @@ def _make_mod_spec(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -
     return ModSpec(score, mask, tuple(kinds), has_sinks, drops, has_block_mask, repr(key), axes)
 
 
-def _shifted(root: Node, begin: int) -> Node:
-    """The same expression, of arrays whose numbers begin there."""
-    return substituted(root, {}, begin) if begin else root
-
-
 def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node:
-    """An expression with other nodes in place of some inputs, and arrays whose numbers begin at `first_array`."""
+    """Returns an expression with other nodes for some inputs, and arrays whose numbers begin at `first_array`."""
+    if not new and not first_array:
+        return root
     replaced = dict(new)
     for each in post_order([root]):
         if each in replaced:
@@ -140,13 +137,11 @@ def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node
     return replaced[root]
 
 
-_EXCHANGED = {variable(one): variable(other) for one, other in (("q_idx", "k_idx"), ("k_idx", "q_idx"))}
-
-
 @lru_cache(maxsize=64)
 def exchanged(root: Node) -> Node:
-    """An expression in which queries and keys have changed places."""
-    return substituted(root, _EXCHANGED)
+    """Returns an expression in which queries and keys have changed places."""
+    query, key = variable("q_idx"), variable("k_idx")
+    return substituted(root, {query: key, key: query})
 
 
 def captured(graphs: Sequence[Graph | None]) -> list[CapturedArray]:

@@ -154,12 +154,11 @@ BACKWARD = Op(
 OPS = {op.name: op for op in (FORWARD, LSE_ONLY, BACKWARD)}
 
 
-def _of_sequences(op: Op) -> Op:
-    return Op(op.name, op.inputs + PACKED_OR_USED + (() if op is BACKWARD else CACHED), op.outputs)
-
-
 # The same ops on variable-length sequences. why ops of their own: a dense call asks nothing of arrays that it lacks.
-VARLEN_OPS = {name: _of_sequences(op) for name, op in OPS.items()}
+VARLEN_OPS = {
+    name: replace(op, inputs=(*op.inputs, *PACKED_OR_USED, *(() if op is BACKWARD else CACHED)))
+    for name, op in OPS.items()
+}
 
 # What operands of mods hold: arrays that a function loads from, a bias, the seed of
 # dropout, and a block mask.

@@ -84,13 +84,18 @@ def check_window(window_size: Any) -> WindowSize:
     return sides[0], sides[1]
 
 
-def check_scale(name: str, scale: Any) -> float:
-    """`scale` if scores can be multiplied by it."""
-    accepted = "a finite number above 0, or None for 1/sqrt(head_dim)"
+_SCALES = "a finite number above 0, or None for 1/sqrt(head_dim)"
+
+
+def check_scale(name: str, scale: Any, accepted: str = _SCALES) -> float:
+    """`scale` if scores can be multiplied by it. accepted: ends the text of errors."""
     number = _real(name, scale, accepted)
     if number <= 0.0:
         raise ProblemError(f"{name}={number} is not positive; give {accepted}")
-    return _in_range(name, number)
+    # why: the kernels take scale and softcap, and their quotient, as normal float32 numbers.
+    if not 1e-15 <= number <= 1e15:
+        raise ProblemError(f"{name}={number} is out of range; give a number from 1e-15 to 1e15")
+    return number
 
 
 def _real(name: str, value: Any, accepted: str) -> float:
@@ -105,23 +110,13 @@ def _real(name: str, value: Any, accepted: str) -> float:
     return number
 
 
-def _in_range(name: str, number: float) -> float:
-    # why: the kernels take these, and their quotient, as normal float32 numbers.
-    if not 1e-15 <= number <= 1e15:
-        raise ProblemError(f"{name}={number} is out of range; give a number from 1e-15 to 1e15")
-    return number
-
-
 def _scale(value: Any, context: OptionContext) -> float:
     return 1.0 / math.sqrt(context.head_dim) if value is None else check_scale("softmax_scale", value)
 
 
 def _softcap(value: Any, context: OptionContext) -> float:
     accepted = "a finite number above 0, or 0 for none"
-    number = _real("softcap", value, accepted)
-    if number < 0.0:
-        raise ProblemError(f"softcap={number} is negative; give {accepted}")
-    return _in_range("softcap", number) if number else 0.0
+    return check_scale("softcap", value, accepted) if _real("softcap", value, accepted) else 0.0
 
 
 def check_dropout(value: Any) -> float:
@@ -226,9 +221,11 @@ class Options(NamedTuple):
     rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
 
     def key(self) -> tuple[Any, ...]:
-        """What a cache asks for: the options, then the types of their values."""
-        values, *types = _key(self)
-        return self if values is self else Options._make(values), *types
+        """Returns the options with the types of their values: 1, 1.0 and True are equal, but not all are legal."""
+        window = self.window_size
+        if isinstance(window, list):  # which has no hash
+            return self._replace(window_size=tuple(window)).key()
+        return self, *map(type, self), *(map(type, window) if isinstance(window, tuple) else ())
 
     def validated(self, context: OptionContext) -> "Options":
         """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
@@ -249,22 +246,6 @@ DEFAULTS: dict[str, Any] = Options._field_defaults
 ROWS: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(Options, include_extras=True).items()
 }
-_WINDOW = Options._fields.index("window_size")
-
-
-def _with_hash(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same values, in the order of `Options`, with a window that is a list as a tuple, which has a hash."""
-    window = values[_WINDOW]
-    if type(window) is tuple or not isinstance(window, (tuple, list)):
-        return values
-    return *values[:_WINDOW], tuple(window), *values[_WINDOW + 1 :]
-
-
-def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(values, their types …): 1, 1.0 and True are equal, but not all of them are a scale or a side of a window."""
-    values = _with_hash(values)
-    window = values[_WINDOW]
-    return values, *map(type, values), *(map(type, window) if type(window) is tuple else ())
 
 
 class OptionsKey:
@@ -305,23 +286,19 @@ def options_key(
     """Returns the key of the keyword arguments of a call, which are validated where no call had them before."""
     if type(window_size) is not tuple and isinstance(window_size, (tuple, list)):
         window_size = tuple(window_size)  # type: ignore[assignment]
-    if type(window_size) is tuple and len(window_size) == 2:
-        try:
-            return _cached_key(
-                *window_size, softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype,
-                deterministic, max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p, q_same_position,
-                rotary_interleaved,
-            )  # fmt: skip
-        except (TypeError, ValueError):  # an argument is not plain, or has no hash
-            pass
-    options = Options(
+    values = (
         softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
         max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p, q_same_position, rotary_interleaved,
     )  # fmt: skip
-    return OptionsKey(options, False)
+    if type(window_size) is tuple and len(window_size) == 2:
+        try:
+            return _cached_key(*window_size, *values)
+        except (TypeError, ValueError):  # an argument is not plain, or has no hash
+            pass
+    return OptionsKey(Options._make(values), False)
 
 
-# Sides of the window are arguments of their own, as `typed` compares the types of arguments alone: see `_key`.
+# Sides of the window are arguments of their own, as `typed` compares the types of arguments alone: see `Options.key`.
 @lru_cache(MAX_KEYS, typed=True)
 def _cached_key(left: Any, right: Any, *values: Any) -> OptionsKey:
     options = Options(*values)

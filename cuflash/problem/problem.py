@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from .options import OptionContext, Options
 from .seqlen_info import SeqlenInfo, bounded, check_unbounded, varlen_layout
 
 LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen, head_dim)"
+LENGTHS = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")  # fields of a `Problem`
 Specs = Sequence[ArraySpec | None]
 # The products that an op makes: of head_dim (backward's s, dq and dk), and of head_dim_v (dp and dv).
 _PRODUCTS = {"backward": (3, 2)}
@@ -123,7 +124,7 @@ class Problem(NamedTuple):
         return spec
 
     def has(self, name: str) -> bool:
-        """Whether the op takes an operand of this name, and it is there."""
+        """Returns whether the op takes an operand of this name, and it is there."""
         number = self.op.index.get(name)
         return number is not None and self.specs[number] is not None
 
@@ -145,7 +146,7 @@ class Problem(NamedTuple):
     @property
     def ordinal(self) -> int | None:
         """Number of the GPU that the arrays are on; None for the CPU."""
-        return _ordinal(self.device)
+        return int(self.device.removeprefix("cuda:")) if self.device.startswith("cuda:") else None
 
     @property
     def flops(self) -> int:
@@ -153,11 +154,6 @@ class Problem(NamedTuple):
         by_dim, by_dim_v = _PRODUCTS.get(self.op.name, (1, 1))
         pairs = self.batch * self.heads_q * self.mask.num_visible()
         return 2 * pairs * (by_dim * self.head_dim + by_dim_v * self.head_dim_v)
-
-
-@cache
-def _ordinal(device: str) -> int | None:
-    return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
 
 
 @lru_cache(maxsize=256)
@@ -202,15 +198,8 @@ def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> d
         batch, seqlen_q, seqlen_k = places["batch"], places["seqlen_q"], places["seqlen_k"]
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
         raise ProblemError(f"seqlen {max(seqlen_q, seqlen_k)} is over the limit of {MAX_SEQLEN}")
-    return {
-        "batch": batch,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
-        "heads_q": heads_q,
-        "heads_kv": heads_kv,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-    }
+    lengths = batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
+    return dict(zip(LENGTHS, lengths, strict=True))
 
 
 def _check_ranks(named: dict[str, ArraySpec]) -> None:
@@ -243,19 +232,20 @@ def _checked(
     op: Op, specs: Specs, lengths: Mapping[str, int], dtypes: Mapping[str, tuple[str, ...]], validated: int
 ) -> tuple[ArraySpec | None, ...]:
     """The specs of all operands, the first `validated` of which are judged already; dense where there are none yet."""
-    q, k, *_ = checked = list(specs)
-    assert q is not None
-    assert k is not None
-    rank_q, rank_k = len(q.shape), len(k.shape)
+    checked: list[Any] = list(specs)
+    q, k, *_ = checked
+    ranks = {"batch_q": len(q.shape), "batch_k": len(k.shape)}
     for number, operand in enumerate(op.operands[validated:], validated):
         spec, is_output = specs[number], number >= len(op.inputs)
         if spec is None and operand.optional and not is_output:
             continue
         if operand.dtype in MOD_KINDS:
-            checked[number] = check_mod_array(operand, spec or _like(op, specs, operand), q, lengths, is_output)
+            if spec is None:  # a gradient of a captured array is dense, and otherwise as the array is
+                spec = checked[op.index[operand.name.removeprefix("d")]].with_packed_strides()
+            checked[number] = check_mod_array(operand, spec, q, lengths, is_output)
             continue
-        rank = rank_k if operand.axes[0] == "batch_k" else rank_q
-        shape = _shaper(operand.axes, 4 if len(operand.axes) == 1 else rank)(lengths)  # why: sinks keep their heads
+        missing = MISSING_AXES[ranks.get(operand.axes[0], 4)]  # why 4: sinks keep their heads
+        shape = tuple([lengths[axis] for axis in operand.axes if axis not in missing])
         allowed = dtypes[operand.dtype]
         if spec is None:
             checked[number] = ArraySpec.contiguous(shape, allowed[0], q.device, q.library)
@@ -264,20 +254,6 @@ def _checked(
             if is_output:
                 check_output(operand.name, spec)
     return tuple(checked)
-
-
-def _like(op: Op, specs: Specs, operand: Operand) -> ArraySpec:
-    """A gradient of a captured array: dense, and otherwise as the array is."""
-    like = specs[op.index[operand.name.removeprefix("d")]]
-    assert like is not None
-    return like.with_packed_strides()
-
-
-@lru_cache(maxsize=64)
-def _shaper(axes: tuple[str, ...], rank: int) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-    """From the lengths of all axes to the shape of an operand with these axes where q, or k, has this rank."""
-    there = [axis for axis in axes if axis not in MISSING_AXES[rank]]
-    return itemgetter(*there) if len(there) > 1 else lambda lengths: tuple([lengths[axis] for axis in there])
 
 
 def _of_states(op: Op, specs: Specs) -> Problem:
@@ -295,15 +271,8 @@ def _of_states(op: Op, specs: Specs) -> Problem:
         raise ProblemError(f"outs[0] has shape {shape}; heads and head_dim must be at least 1 (others may be 0)")
     lse_shape, lse_dtype = (b, h, s)[4 - len(shape) :], DTYPES[first.dtype].accumulator
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if out.shape != shape:
-            raise ProblemError(f"outs[{i}] has shape {out.shape}, but outs[0] has {shape}; give all the same shape")
-        if (lse.shape, lse.dtype) != (lse_shape, lse_dtype):
-            raise ProblemError(
-                f"lses[{i}] has shape {lse.shape} and dtype {lse.dtype}; outs of shape {shape} need {lse_shape} in "
-                f"{lse_dtype}"
-            )
-        if (lse.library, lse.device) != (out.library, out.device):
-            raise ProblemError(f"lses[{i}] is a {lse}, but its out is a {out}; give both alike")
+        check_operand(f"outs[{i}]", out, first, shape, (first.dtype,), "outs[0]")
+        check_operand(f"lses[{i}]", lse, first, lse_shape, (lse_dtype,), "outs[0]")
     results = first.with_packed_strides(), lses[0].with_packed_strides()
     lengths = b, s, 0, h, h, 0, d
     return Problem(

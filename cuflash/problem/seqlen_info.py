@@ -18,7 +18,7 @@ from .options import Options
 PACKED = "(total_{}, heads, head_dim)"
 PAGES, CACHE = "(num_pages, page_size, heads, head_dim)", "(batch, capacity, heads, head_dim)"
 _BOUNDS, _ONE_EACH = "(batch + 1,)", "(batch,)"
-_SHAPES = {
+VARLEN_LAYOUTS = {
     "cu_seqlens_q": _BOUNDS,
     "cu_seqlens_k": _BOUNDS,
     "seqused_q": _ONE_EACH,
@@ -103,6 +103,11 @@ class SeqlenInfo(NamedTuple):
         return first, last, self.offset is None
 
 
+def rank_of(layout: str) -> int:
+    """Returns the rank of an array of a layout, such as 1 of "(batch,)"."""
+    return layout.count(",") + (layout[-2] != ",")
+
+
 def varlen_layout(named: Specs, varlen_specs: Specs) -> dict[str, Any]:
     """The lengths of all axes but heads and head dims, from q, k, perhaps v, and the arrays that tell the lengths.
 
@@ -154,9 +159,9 @@ def _check_together(varlen_specs: Specs) -> None:
             hint = "give seqused_k for the lengths of cached keys" if first == "cu_seqlens_k" else "give one of them"
             raise ProblemError(f"{first} and {second} place the same keys; {hint}")
     for name, spec in varlen_specs.items():
-        shape = _SHAPES[name]
-        if len(spec.shape) != shape.count(",") + (shape[-2] != ",") or (shape == _BOUNDS and spec.shape[0] < 1):
-            raise ProblemError(f"{name} has shape {spec.shape}; give {shape} in {INTEGERS}")
+        layout = VARLEN_LAYOUTS[name]
+        if len(spec.shape) != rank_of(layout) or (layout == _BOUNDS and spec.shape[0] < 1):
+            raise ProblemError(f"{name} has shape {spec.shape}; give {layout} in {INTEGERS}")
 
 
 def _check_ranks(named: Specs, varlen_specs: Specs) -> None:
@@ -182,7 +187,7 @@ def _batch(named: Specs, varlen_specs: Specs) -> int:
     """The number of sequences, which all arrays that know it must agree on."""
     counts = {}
     for name, spec in varlen_specs.items():
-        counts[name] = spec.shape[0] - (_SHAPES[name] == _BOUNDS)
+        counts[name] = spec.shape[0] - (VARLEN_LAYOUTS[name] == _BOUNDS)
     if "cu_seqlens_q" not in varlen_specs:
         counts["q"] = named["q"].as_4d().shape[0]
     if not {"cu_seqlens_k", "page_table", "cache_batch_idx"} & set(varlen_specs):
