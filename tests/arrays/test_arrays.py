@@ -80,29 +80,29 @@ def test_numpy_arrays_of_the_other_byte_order_give_the_same_numbers_in_the_machi
     out, lse = cuflash.forward(q, k, v, return_lse=True)
 
     def calls(order: Any) -> list[Any]:
-        given = [order(x) for x in (q, k, v)]
+        inputs = [order(x) for x in (q, k, v)]
         varlen_kwargs, gradients, state = (
             {"seqused_k": order(used)},
-            [order(dout), *given],
+            [order(dout), *inputs],
             [order(x) for x in (out, lse)],
         )
         caches = [order(np.zeros((2, 9, 2, 8), dtype)) for _ in range(2)]
         rotated = cuflash.append_kv(
-            *caches, *given[1:], order(used - 3), q=given[0], rotary_cos=order(cos), rotary_sin=order(sin)
+            *caches, *inputs[1:], order(used - 3), q=inputs[0], rotary_cos=order(cos), rotary_sin=order(sin)
         )
         written = order(np.empty_like(q)), [order(np.empty_like(x)) for x in (q, k, v)]
-        assert cuflash.forward(*given, out=written[0], bias=order(bias)) is written[0]
+        assert cuflash.forward(*inputs, out=written[0], bias=order(bias)) is written[0]
         cuflash.backward(*gradients, *state, grads_out=written[1])
         assert all(x.dtype == order(q).dtype for x in (*caches, written[0], *written[1]))
-        made = [
-            *cuflash.forward(*given, return_lse=True, **varlen_kwargs),
-            cuflash.lse(*given[:2], bias=order(bias)),
+        results = [
+            *cuflash.forward(*inputs, return_lse=True, **varlen_kwargs),
+            cuflash.lse(*inputs[:2], bias=order(bias)),
             *cuflash.backward(*gradients, *state),
             *cuflash.merge_states([state[0]] * 3, [state[1], order(lse + 1), order(lse - 1)]),
             rotated,
         ]
-        assert all(x.dtype.isnative for x in made)
-        return [*made, *caches, written[0], *written[1]]
+        assert all(x.dtype.isnative for x in results)
+        return [*results, *caches, written[0], *written[1]]
 
     natives, swapped = calls(lambda x: x), calls(lambda x: x.astype(x.dtype.newbyteorder("S")))
     for native, other in zip(natives, swapped, strict=True):
@@ -118,9 +118,9 @@ def test_arrays_of_the_array_api_standard_come_back_as_they_went_in() -> None:
     out, lse = cuflash.forward(q, k, v, return_lse=True, out_dtype=strict.float32)
     gradients = cuflash.backward(out, q, k, v, out, lse)
     assert {type(x) for x in (out, lse, *gradients)} == {type(q)}
-    wanted = cuflash.forward(*arrays, return_lse=True)
-    wanted += cuflash.backward(wanted[0], *arrays, *wanted)
-    for got, like in zip((out, lse, *gradients), wanted, strict=True):
+    expected = cuflash.forward(*arrays, return_lse=True)
+    expected += cuflash.backward(expected[0], *arrays, *expected)
+    for got, like in zip((out, lse, *gradients), expected, strict=True):
         np.testing.assert_array_equal(np.from_dlpack(got), like)
     mask = cuflash.create_block_mask(lambda b, h, i, j: (i + j) % 2 == 0, 1, 1, 64, 128, like=q)
     assert "100% partial" in repr(mask)
@@ -146,13 +146,13 @@ def test_what_is_no_array_changes_nothing_for_arrays_that_follow() -> None:
         with pytest.raises(ProblemError, match=f"q is the class {kind.__name__}, and no array of it; give an array"):
             library_of("q", kind)
     q, k, v = CASE.arrays()
-    wanted = cuflash.forward(q, k, v)
+    expected = cuflash.forward(q, k, v)
     # why twice: what has __dlpack__ by itself, and not by its type, tells nothing about others of the type.
     there = SimpleNamespace(__dlpack__=k.__dlpack__, __dlpack_device__=k.__dlpack_device__)
     assert library_of("k", there).spec("k", there).shape == k.shape
     with pytest.raises(ProblemError, match="k is a SimpleNamespace; give a CuPy"):
         library_of("k", SimpleNamespace())
-    np.testing.assert_array_equal(cuflash.forward(q, k, v), wanted)
+    np.testing.assert_array_equal(cuflash.forward(q, k, v), expected)
 
 
 def test_memory_that_dlpack_does_not_carry_is_refused_by_name() -> None:
@@ -232,10 +232,10 @@ def test_tensors_that_torch_transforms_are_refused(device: str) -> None:
     _of_transforms(lambda x: cuflash.lse(x, k), q)
     _of_transforms(lambda x: cuflash.backward(x, q, k, v, out, lse)[0], out)
     _of_transforms(lambda x: cuflash.merge_states([x, out], [lse, lse])[0], out)
-    kept = []
-    torch.vmap(lambda x: (kept.append(x), x)[1])(q)
+    wrapped = []
+    torch.vmap(lambda x: (wrapped.append(x), x)[1])(q)
     with pytest.raises(UnsupportedError, match=r"^q is a tensor that torch\.func has wrapped"):
-        cuflash.forward(kept[0], k[0], v[0])
+        cuflash.forward(wrapped[0], k[0], v[0])
 
 
 class Typed(Producer):
@@ -290,9 +290,9 @@ def test_torch_results_go_to_jax_without_a_copy() -> None:
     jax.devices()  # why first: JAX's start leaves the last GPU current, and torch exports tensors of that one alone
     q, k, v = (torch_of(x, "cuda") for x in CASE.arrays())
     out = cuflash.forward(q, k, v, causal=True)
-    seen = jax.dlpack.from_dlpack(out)
-    assert seen.unsafe_buffer_pointer() == out.data_ptr()
-    np.testing.assert_array_equal(np.asarray(seen), out.cpu().numpy())
+    view = jax.dlpack.from_dlpack(out)
+    assert view.unsafe_buffer_pointer() == out.data_ptr()
+    np.testing.assert_array_equal(np.asarray(view), out.cpu().numpy())
     assert out.dtype == torch.float16
 
 
@@ -300,7 +300,7 @@ def test_torch_results_go_to_jax_without_a_copy() -> None:
 def test_torch_runs_on_its_current_stream_and_in_its_graphs() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (torch_of(x, "cuda") for x in CASE.arrays())
-    wanted = cuflash.forward(q, k, v, causal=True)
+    expected = cuflash.forward(q, k, v, causal=True)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -309,7 +309,7 @@ def test_torch_runs_on_its_current_stream_and_in_its_graphs() -> None:
             late = late * 1.0
         got = cuflash.forward(late, k, v, causal=True)
     side.synchronize()
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)
     graph = torch.cuda.CUDAGraph()
     # why: JAX's threads, at work since the tests before, may call CUDA, which can end a capture of the default mode.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -325,13 +325,13 @@ def test_torch_runs_on_its_current_stream_and_in_its_graphs() -> None:
 def test_torch_tensors_that_require_grad_are_refused_with_the_way_out(device: str) -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (torch_of(x, device) for x in CASE.arrays())
-    wanted = cuflash.forward(q, k, v)
+    expected = cuflash.forward(q, k, v)
     q.requires_grad_()
     with pytest.raises(ProblemError, match=r"q requires grad.*detach"):
         cuflash.forward(q, k, v)
     with torch.no_grad():
-        assert torch.equal(cuflash.forward(q, k, v), wanted)
-    assert torch.equal(cuflash.forward(q.detach(), k, v), wanted)
+        assert torch.equal(cuflash.forward(q, k, v), expected)
+    assert torch.equal(cuflash.forward(q.detach(), k, v), expected)
 
 
 def test_subclasses_belong_to_their_framework_and_other_things_to_none() -> None:

@@ -25,8 +25,8 @@ def find(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 
 def call(**changes: Any) -> list[Any]:
     """The arrays of a call, in which some are changed."""
-    made = {"q": torch.zeros(2, 3, 4), "k": torch.zeros(2, 3, 4), "v": torch.zeros(2, 3, 5), "lengths": None}
-    return [*(made | changes).values()]
+    operands = {"q": torch.zeros(2, 3, 4), "k": torch.zeros(2, 3, 4), "v": torch.zeros(2, 3, 5), "lengths": None}
+    return [*(operands | changes).values()]
 
 
 CHANGED = {
@@ -115,10 +115,10 @@ def test_nested_and_sparse_tensors_are_refused_by_name(layout: str) -> None:
 
 def test_where_kinds_are_more_than_guards_most_calls_still_find_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = TensorKeys(torch, TorchLibrary()._key)
-    made, guards = [], keys._guards
-    monkeypatch.setattr(keys, "_guards", lambda *tensors: made.append(1) or guards(*tensors))
+    calls, guards = [], keys._guards
+    monkeypatch.setattr(keys, "_guards", lambda *tensors: calls.append(1) or guards(*tensors))
     kinds = [call(q=torch.zeros(length + 1, 3, 4)) for length in range(RECENT + 5)]
     first = [keys.find(kind) for kind in kinds]
     for _ in range(20):
         assert [keys.find(kind) for kind in kinds] == first
-    assert RECENT <= len(made) <= RECENT + (20 + 1) * 5 // torch_keys.MISSES_OF_A_GUARD + 1
+    assert RECENT <= len(calls) <= RECENT + (20 + 1) * 5 // torch_keys.MISSES_OF_A_GUARD + 1

@@ -96,11 +96,11 @@ WILD = (-(2**31), -7, -1, 2**31 - 1, 2**31 - 40)
 @pytest.mark.parametrize("name", ["seqused_k", "page_table", "cache_batch_idx"])
 def test_numbers_of_the_device_are_not_trusted(name: str, xp: Any) -> None:
     place = {"page_table": "pages of 3", "cache_batch_idx": "indexed"}.get(name, "rows")
-    for number, at in product((*WILD, None), range(3)):
+    for number, index in product((*WILD, None), range(3)):
         call = drawn("float16", place, new=6, **ROTATIONS["halves"])
         # why not another number in range: two sequences would write to one page, in any order.
         past = 34 if name == "seqused_k" else len(call["k_cache"])
-        call[name][at] = past if number is None else number
+        call[name][index] = past if number is None else number
         check(call, xp)
 
 
@@ -132,12 +132,12 @@ def halves_of_one_row(k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_caches_that_are_halves_of_one_row(dtype: str, rotation: str, xp: Any) -> None:
     call = drawn(dtype, "pages of 16", dims=(16, 16), **ROTATIONS[rotation])
-    wanted = expected(call)
+    expected_results = expected(call)
     arguments = in_library(call, xp.asarray)
     arguments["k_cache"], arguments["v_cache"] = halves_of_one_row(arguments["k_cache"], arguments["v_cache"])
     result = cuflash.append_kv(**arguments)
     got = arguments["k_cache"], arguments["v_cache"], *([] if result is None else [result])
-    assert identical(map(dense, got), wanted)
+    assert identical(map(dense, got), expected_results)
 
 
 def strided_table(x: Any) -> Any:
@@ -233,13 +233,13 @@ def test_steps_of_decoding_leave_what_forward_attends_to(place: str) -> None:
     k, v = (rng.standard_normal((2, 12, 2, 16)).astype("f4") for _ in range(2))
     caches, lengths = (call["k_cache"], call["v_cache"]), call["seqused_k"]
     varlen_kwargs = {name: call[name] for name in ("page_table", "cache_batch_idx") if name in call}
-    wanted = cuflash.forward(q, k, v, causal=True)
+    expected = cuflash.forward(q, k, v, causal=True)
     for step in range(12):
         now = np.s_[:, step : step + 1]
         assert cuflash.append_kv(*caches, k[now], v[now], lengths, **varlen_kwargs) is None
         lengths += 1
         out = cuflash.forward(q[now], *caches, causal=True, seqused_k=lengths, **varlen_kwargs)
-        np.testing.assert_allclose(out, wanted[now], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(out, expected[now], rtol=1e-5, atol=1e-6)
 
 
 def test_torch_on_the_cpu_is_written_to_in_place() -> None:

@@ -25,10 +25,10 @@ def done(call: Arguments) -> list[Any]:
 def as_torch(call: Arguments) -> Arguments:
     """The call with PyTorch's tensors on the GPU, and the same bits in its caches."""
     torch = pytest.importorskip("torch")
-    found = in_library(call, lambda x: torch_of(x, "cuda") if x.dtype.kind != "i" else torch.from_numpy(x).cuda())
+    arguments = in_library(call, lambda x: torch_of(x, "cuda") if x.dtype.kind != "i" else torch.from_numpy(x).cuda())
     for name in ("k_cache", "v_cache"):  # why: bfloat16 goes through float32, which changes the bits of NaN
-        found[name].view(torch.uint8).fill_(0xFF)
-    return found
+        arguments[name].view(torch.uint8).fill_(0xFF)
+    return arguments
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
@@ -37,8 +37,8 @@ def as_torch(call: Arguments) -> Arguments:
 def test_torch_gets_the_same_bits(dtype: str, place: str, rotation: str) -> None:
     call = drawn(dtype, place, new=(3, 0, 9), queries=2, **ROTATIONS[rotation])
     got = done(as_torch(call))
-    wanted = expected(call)
-    for x, y in zip(got, wanted, strict=True):
+    expected_results = expected(call)
+    for x, y in zip(got, expected_results, strict=True):
         np.testing.assert_array_equal(as_numpy(x), y.astype("f4"))  # NaN equals itself
 
 
@@ -72,14 +72,14 @@ def test_torch_captures_it_too() -> None:
     call = drawn("bfloat16", "pages of 16", new=1, **ROTATIONS["halves"])
     arguments = as_torch(call)
     before = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
-    wanted = [x.clone() for x in done(arguments)]
+    expected = [x.clone() for x in done(arguments)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = done(arguments)
     for name, x in before.items():
         arguments[name].copy_(x)
     graph.replay()
-    for x, y in zip(results, wanted, strict=True):
+    for x, y in zip(results, expected, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 

@@ -26,15 +26,15 @@ from cuflash.testing.oracle import ULPS
 @pytest.mark.parametrize("rank", [2, 3, 4])
 def test_gradients_have_the_shapes_of_their_operands_in_every_rank(rank: int, deterministic: bool, xp: Any) -> None:
     case = Case("rank", 1, 40, 50, 1, 1, 16, 8, "float32", causal=True, softcap=3.0)
-    made = backward_args(case, xp)
+    args = backward_args(case, xp)
     cut = {4: np.s_[:], 3: np.s_[0], 2: np.s_[0, :, 0]}[rank]
     cut_lse = {4: np.s_[:], 3: np.s_[0], 2: np.s_[0, 0]}[rank]
-    lower = BackwardArgs(*(x[cut] for x in made[:5]), made.lse[cut_lse], made.dlse[cut_lse])
+    lower = BackwardArgs(*(x[cut] for x in args[:5]), args.lse[cut_lse], args.dlse[cut_lse])
     got = backward(case, lower, deterministic=deterministic)
     for gradient, like in zip(got, (lower.q, lower.k, lower.v), strict=True):
         assert type(gradient) is type(like)
         assert gradient.shape == like.shape
-    check(case, made, tuple(gradient.reshape(x.shape) for gradient, x in zip(got, made[1:4], strict=True)))
+    check(case, args, tuple(gradient.reshape(x.shape) for gradient, x in zip(got, args[1:4], strict=True)))
 
 
 STATES = [*ALGORITHMS, "merged", "merged_float32", "out_float32"]
@@ -46,20 +46,20 @@ def test_out_and_lse_of_any_origin_give_the_same_gradients(dtype: str, origin: s
     case = Case("origin", 2, 65, 120, 4, 2, 64, 64, dtype, window_size=(50, 20))
     out_dtype = "float32" if origin.endswith("float32") else None
     algorithm = origin if origin in ALGORITHMS else "flash2"
-    made = backward_args(case, xp, algorithm=algorithm, out_dtype=out_dtype)
+    args = backward_args(case, xp, algorithm=algorithm, out_dtype=out_dtype)
     if origin.startswith("merged"):
-        out, lse = cuflash.merge_states(*states(case, made, 70, out_dtype))
-        made = made._replace(out=out, lse=lse)
-    assert made.out.dtype == numpy_dtype(out_dtype or dtype)
+        out, lse = cuflash.merge_states(*states(case, args, 70, out_dtype))
+        args = args._replace(out=out, lse=lse)
+    assert args.out.dtype == numpy_dtype(out_dtype or dtype)
     # A state that was merged in 16 bits has been rounded twice.
-    check(case, made, backward(case, made), ulps=2 * ULPS[dtype])
-    check(case, made, backward(case, made, deterministic=True), ulps=2 * ULPS[dtype])
+    check(case, args, backward(case, args), ulps=2 * ULPS[dtype])
+    check(case, args, backward(case, args, deterministic=True), ulps=2 * ULPS[dtype])
 
 
-def states(case: Case, made: BackwardArgs, cut: int, out_dtype: str | None = None) -> tuple[list[Any], list[Any]]:
+def states(case: Case, args: BackwardArgs, cut: int, out_dtype: str | None = None) -> tuple[list[Any], list[Any]]:
     """Outs and lses over the keys before and after `cut`."""
     results = [
-        cuflash.forward(made.q, made.k[keys], made.v[keys], return_lse=True, out_dtype=out_dtype, **half.arguments())
+        cuflash.forward(args.q, args.k[keys], args.v[keys], return_lse=True, out_dtype=out_dtype, **half.arguments())
         for half, keys in parts(case, [0, cut, case.seqlen_k])
     ]
     return [out for out, _ in results], [lse for _, lse in results]
@@ -72,17 +72,17 @@ def test_halves_of_the_keys_with_the_merged_state_give_the_gradients_of_the_whol
     dtype: str, mask: dict[str, Any], deterministic: bool, xp: Any
 ) -> None:
     case = Case("halves", 2, 100, 150, 4, 2, 64, 64, dtype, **mask)
-    made = backward_args(case, xp)
-    out, lse = cuflash.merge_states(*states(case, made, 70))
-    made = made._replace(out=out, lse=lse)
-    found = [
-        backward(half, made._replace(k=made.k[keys], v=made.v[keys]), deterministic=deterministic)
+    args = backward_args(case, xp)
+    out, lse = cuflash.merge_states(*states(case, args, 70))
+    args = args._replace(out=out, lse=lse)
+    results = [
+        backward(half, args._replace(k=args.k[keys], v=args.v[keys]), deterministic=deterministic)
         for half, keys in parts(case, [0, 70, 150])
     ]
-    (dq0, dk0, dv0), (dq1, dk1, dv1) = ([host(x) for x in part] for part in found)
+    (dq0, dk0, dv0), (dq1, dk1, dv1) = ([host(x) for x in part] for part in results)
     dq = (dq0.astype("f8") + dq1.astype("f8")).astype(dq0.dtype)
     # Each half's dq was rounded before they were added, and out before it was merged.
-    check(case, made, (dq, np.concatenate([dk0, dk1], 1), np.concatenate([dv0, dv1], 1)), ulps=3 * ULPS[dtype])
+    check(case, args, (dq, np.concatenate([dk0, dk1], 1), np.concatenate([dv0, dv1], 1)), ulps=3 * ULPS[dtype])
 
 
 HIDING = [
@@ -98,23 +98,23 @@ HIDING = [
 @pytest.mark.parametrize("case", HIDING, ids=lambda case: case.name)
 def test_what_nobody_sees_gets_zeros_and_gives_nothing_whatever_it_holds(case: Case, poison: float, xp: Any) -> None:
     mask = case.problem().mask
-    seeing, seen = mask.row_range(0, case.seqlen_k), mask.key_range(0, case.seqlen_q)
-    blind = np.r_[0 : seeing[0], seeing[1] : case.seqlen_q]
-    unseen = np.r_[0 : seen[0], seen[1] : case.seqlen_k]
+    query_range, key_range = mask.row_range(0, case.seqlen_k), mask.key_range(0, case.seqlen_q)
+    blind = np.r_[0 : query_range[0], query_range[1] : case.seqlen_q]
+    unseen = np.r_[0 : key_range[0], key_range[1] : case.seqlen_k]
     assert len(blind) + len(unseen) > 40
 
     def with_masked(value: float) -> BackwardArgs:
-        made = BackwardArgs(*(np.array(host(x)) for x in backward_args(case, xp)))
-        for x, hidden in zip(made[:5], (blind, blind, unseen, unseen, blind), strict=True):
+        args = BackwardArgs(*(np.array(host(x)) for x in backward_args(case, xp)))
+        for x, hidden in zip(args[:5], (blind, blind, unseen, unseen, blind), strict=True):
             x[:, hidden] = value
-        made.dlse[:, :, blind] = value
-        return made
+        args.dlse[:, :, blind] = value
+        return args
 
-    made = with_masked(0.0)
-    clean = backward(case, made.on(xp), deterministic=True)
+    args = with_masked(0.0)
+    clean = backward(case, args.on(xp), deterministic=True)
     assert identical(backward(case, with_masked(poison).on(xp), deterministic=True), clean)
     for got in (clean, backward(case, with_masked(poison).on(xp))):
-        check(case, made, got)
+        check(case, args, got)
         for gradient, hidden in zip(got, (blind, unseen, unseen), strict=True):
             assert not host(gradient)[:, hidden].any()
 
@@ -122,15 +122,15 @@ def test_what_nobody_sees_gets_zeros_and_gives_nothing_whatever_it_holds(case: C
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_nan_that_is_seen_stays_out_of_rows_and_keys_beside_it_that_see_nothing(deterministic: bool, xp: Any) -> None:
     rows = Case("rows", 1, 64, 32, 4, 2, 64, 40, "float16", causal=True)  # rows 0 to 31 see nothing
-    made = backward_args(rows, xp)
-    made.k[0, 0] = made.v[0, 0] = np.nan
-    dq = host(backward(rows, made, deterministic=deterministic)[0])
+    args = backward_args(rows, xp)
+    args.k[0, 0] = args.v[0, 0] = np.nan
+    dq = host(backward(rows, args, deterministic=deterministic)[0])
     assert np.isnan(dq[:, 32:].astype("f4")).any()
     assert not dq[:, :32].any()
     keys = Case("keys", 1, 32, 64, 4, 2, 64, 40, "float16", causal=True, diagonal_offset=0)  # 32 to 63 are not seen
-    made = backward_args(keys, xp)
-    made.q[0, 5] = made.dout[0, 5] = np.nan
-    for gradient in map(host, backward(keys, made, deterministic=deterministic)[1:]):
+    args = backward_args(keys, xp)
+    args.q[0, 5] = args.dout[0, 5] = np.nan
+    for gradient in map(host, backward(keys, args, deterministic=deterministic)[1:]):
         assert np.isnan(gradient[:, :6].astype("f4")).any()
         assert not gradient[:, 32:].any()
 
@@ -138,13 +138,13 @@ def test_a_nan_that_is_seen_stays_out_of_rows_and_keys_beside_it_that_see_nothin
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_head_dims_padded_with_zeros_change_nothing(dtype: str, xp: Any) -> None:
     case = Case("padded", 2, 70, 90, 4, 2, 40, 40, dtype, causal=True, softmax_scale=0.2)
-    made = backward_args(case, xp)
+    args = backward_args(case, xp)
     wide = BackwardArgs(
-        *(xp.asarray(np.pad(host(x), [(0, 0)] * 3 + [(0, 24)])) for x in made[:5]), lse=made.lse, dlse=made.dlse
+        *(xp.asarray(np.pad(host(x), [(0, 0)] * 3 + [(0, 24)])) for x in args[:5]), lse=args.lse, dlse=args.dlse
     )
     got = backward(replace(case, head_dim=64, head_dim_v=64), wide)
     assert not any(host(gradient)[..., 40:].any() for gradient in got)
-    check(case, made, tuple(gradient[..., :40] for gradient in got))
+    check(case, args, tuple(gradient[..., :40] for gradient in got))
 
 
 # There is NaN around all of them. Rows begin at multiples of 16 bytes in "vectors" alone.
@@ -166,24 +166,24 @@ TILED = ("vectors", "transposed", "reversed", "gaps")  # for which Hopper has a 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_any_memory_layout_gives_the_same_bits_and_reads_nothing_else(dtype: str, layout: str, xp: Any) -> None:
     case = Case("layout", 2, 65, 129, 4, 2, 40, 64, dtype, causal=True)
-    made = backward_args(case, xp)
-    strange = BackwardArgs(*(laid_out(x, **AROUND | LAYOUTS[layout]) for x in made))
-    assert strange.q.strides != made.q.strides
-    assert strange.lse.strides != made.lse.strides
-    assert identical(strange, made)
-    wanted = backward(case, made, deterministic=True)
-    generic = backward(case, made._replace(q=laid_out(made.q, **AROUND)), deterministic=True)
-    check(case, made, generic)
-    assert identical(backward(case, strange, deterministic=True), wanted if layout in TILED else generic)
-    check(case, made, backward(case, strange))
+    args = backward_args(case, xp)
+    strange = BackwardArgs(*(laid_out(x, **AROUND | LAYOUTS[layout]) for x in args))
+    assert strange.q.strides != args.q.strides
+    assert strange.lse.strides != args.lse.strides
+    assert identical(strange, args)
+    expected = backward(case, args, deterministic=True)
+    generic = backward(case, args._replace(q=laid_out(args.q, **AROUND)), deterministic=True)
+    check(case, args, generic)
+    assert identical(backward(case, strange, deterministic=True), expected if layout in TILED else generic)
+    check(case, args, backward(case, strange))
     for name in BackwardArgs._fields:  # one strange operand among ordinary ones
-        mixed = made._replace(**{name: getattr(strange, name)})
+        mixed = args._replace(**{name: getattr(strange, name)})
         by_copies = layout in TILED or name in ("out", "lse", "dlse")
-        assert identical(backward(case, mixed, deterministic=True), wanted if by_copies else generic), name
+        assert identical(backward(case, mixed, deterministic=True), expected if by_copies else generic), name
 
 
 @settings(max_examples=80)
 @given(problems(longest=24, widest=12), st.booleans(), st.integers(0, 2**31))
 def test_numpy_agrees_on_random_problems(case: Case, dlse: bool, seed: int) -> None:
-    made = backward_args(case, np, seed, dlse=dlse)
-    check(case, made, backward(case, made), ulps=2 * ULPS[case.dtype])
+    args = backward_args(case, np, seed, dlse=dlse)
+    check(case, args, backward(case, args), ulps=2 * ULPS[case.dtype])

@@ -61,20 +61,20 @@ def test_gpu_what_no_kernel_writes_is_nan(cupy: Any, name: str, dtype: str, monk
 @pytest.mark.parametrize("case", COMPUTED, ids=lambda case: case.name)
 def test_gpu_agrees_with_float64(cupy: Any, case: Case, deterministic: bool) -> None:
     for dlse in (True, False):
-        made = backward_args(case, cupy, dlse=dlse)
-        got = backward(case, made, deterministic=deterministic)
-        check(case, made, got)
+        args = backward_args(case, cupy, dlse=dlse)
+        got = backward(case, args, deterministic=deterministic)
+        check(case, args, got)
         if deterministic:
-            assert identical(backward(case, made, deterministic=True), got)
+            assert identical(backward(case, args, deterministic=True), got)
 
 
 @pytest.mark.gpu
 @settings(max_examples=100)
 @given(problems(longest=200, widest=256), st.booleans(), st.booleans(), st.integers(0, 2**31))
 def test_gpu_agrees_on_random_problems(cupy: Any, case: Case, dlse: bool, deterministic: bool, seed: int) -> None:
-    made = backward_args(case, cupy, seed, dlse=dlse)
+    args = backward_args(case, cupy, seed, dlse=dlse)
     # A hundred draws meet less fortunate sums than one table does.
-    check(case, made, backward(case, made, deterministic=deterministic), ulps=2 * ULPS[case.dtype])
+    check(case, args, backward(case, args, deterministic=deterministic), ulps=2 * ULPS[case.dtype])
 
 
 @pytest.mark.gpu
@@ -84,8 +84,8 @@ def test_gpu_every_element_is_written_at_lengths_around_a_tile(cupy: Any, length
     lengths = ((length, length), (length, 80), (80, length))
     for dtype, causal, (seqlen_q, seqlen_k) in itertools.product(("bfloat16", "float32"), (False, True), lengths):
         case = Case("length", 2, seqlen_q, seqlen_k, 2, 1, 64, 64, dtype, causal=causal)
-        made = backward_args(case, cupy)
-        check(case, made, backward(case, made, deterministic=deterministic))
+        args = backward_args(case, cupy)
+        check(case, args, backward(case, args, deterministic=deterministic))
 
 
 @pytest.mark.gpu
@@ -95,9 +95,9 @@ def test_gpu_float32_error_is_at_most_four_times_that_of_a_naive_float32_computa
     cupy: Any, head_dim: int, deterministic: bool
 ) -> None:
     case = Case("float32", 1, 300, 290, 2, 1, head_dim, head_dim, "float32")
-    made = backward_args(case, cupy)
-    got = backward(case, made, deterministic=deterministic)
-    arguments = case, *map(host, (made.dout, made.q, made.k, made.v, made.dlse))
+    args = backward_args(case, cupy)
+    got = backward(case, args, deterministic=deterministic)
+    arguments = case, *map(host, (args.dout, args.q, args.k, args.v, args.dlse))
     for x, exact, naive in zip(got, oracle.gradients64(*arguments), oracle.naive_gradients(*arguments), strict=True):
         # The root of the mean square, where the rule takes the largest: no luck is left in it.
         assert np.linalg.norm(host(x) - exact) <= 4 * np.linalg.norm(naive - exact)
@@ -106,10 +106,10 @@ def test_gpu_float32_error_is_at_most_four_times_that_of_a_naive_float32_computa
 @pytest.mark.gpu
 def test_gpu_nan_that_is_seen_is_not_hidden(cupy: Any) -> None:
     case = Case("nan", 1, 200, 200, 1, 1, 64, 64, "float16", causal=True)
-    made = backward_args(case, cupy)
-    made.dout[0, 70, 0, 1] = cupy.nan
+    args = backward_args(case, cupy)
+    args.dout[0, 70, 0, 1] = cupy.nan
     for deterministic in (False, True):
-        dq, dk, dv = (host(x).astype("f4") for x in backward(case, made, deterministic=deterministic))
+        dq, dk, dv = (host(x).astype("f4") for x in backward(case, args, deterministic=deterministic))
         assert np.isnan(dq[0, 70]).all()
         assert np.isfinite(np.delete(dq, 70, axis=1)).all()
         assert np.isnan(dk[0, :71]).all()
@@ -131,28 +131,28 @@ def test_gpu_what_has_no_kernel_is_unsupported_and_the_next_call_works(
     lse = cupy.zeros((1, 1, 33), "float64" if dtype == "float64" else "float32")
     with pytest.raises(UnsupportedError, match=words):
         cuflash.backward(v, q, q, v, v, lse, deterministic=deterministic)
-    made = backward_args(LAUNCHED, cupy)
-    check(LAUNCHED, made, backward(LAUNCHED, made))
+    args = backward_args(LAUNCHED, cupy)
+    check(LAUNCHED, args, backward(LAUNCHED, args))
 
 
 @pytest.mark.gpu
 def test_gpu_a_thousand_deterministic_repeats_are_the_same_bits_and_others_are_close(cupy: Any) -> None:
     case = Case("repeats", 1, 384, 384, 8, 2, 64, 64, "float16", causal=True)
-    made = backward_args(case, cupy)
-    first = backward(case, made, deterministic=True)
+    args = backward_args(case, cupy)
+    first = backward(case, args, deterministic=True)
     same = cupy.ones((), bool)
     for _ in range(1000):
-        for got, wanted in zip(backward(case, made, deterministic=True), first, strict=True):
-            same &= (bits(got) == bits(wanted)).all()
+        for got, expected in zip(backward(case, args, deterministic=True), first, strict=True):
+            same &= (bits(got) == bits(expected)).all()
     assert bool(same)
     furthest = [cupy.zeros((), "float32") for _ in first]
     for _ in range(100):
-        for i, (got, wanted) in enumerate(zip(backward(case, made), first, strict=True)):
-            furthest[i] = cupy.maximum(furthest[i], cupy.abs(got.astype("f4") - wanted.astype("f4")).max())
-    for apart, wanted in zip(furthest, first, strict=True):
+        for i, (got, expected) in enumerate(zip(backward(case, args), first, strict=True)):
+            furthest[i] = cupy.maximum(furthest[i], cupy.abs(got.astype("f4") - expected.astype("f4")).max())
+    for apart, expected in zip(furthest, first, strict=True):
         # The sums of float32 differ in their last places, which may round to the next number of 16 bits, or the one
         # after where dq was made by another kernel.
-        assert float(apart) <= 2 * 2.0**-10 * float(cupy.abs(wanted).max())
+        assert float(apart) <= 2 * 2.0**-10 * float(cupy.abs(expected).max())
 
 
 @pytest.mark.gpu
@@ -162,7 +162,7 @@ def test_gpu_offsets_past_2_to_the_31_elements_in_q_and_its_gradient(cupy: Any, 
     small = Case("far", 3, 1024, 144, 4, 1, 64, 64, "float16")  # more than one key block, so dq is added up
     batch = 2**31 // (1024 * 4 * 64) + 3
     few = backward_args(small, cupy)
-    wanted = backward(small, few, deterministic=deterministic)
+    expected = backward(small, few, deterministic=deterministic)
     many = []
     for x in few:
         many.append(cupy.zeros((batch, *x.shape[1:]), x.dtype))
@@ -171,7 +171,7 @@ def test_gpu_offsets_past_2_to_the_31_elements_in_q_and_its_gradient(cupy: Any, 
     got = [cupy.concatenate([x[:1], x[-2:]]) for x in backward(small, BackwardArgs(*many), deterministic=deterministic)]
     check(small, few, got)
     if deterministic:
-        assert identical(got, wanted)
+        assert identical(got, expected)
 
 
 @pytest.mark.gpu
@@ -179,11 +179,11 @@ def test_gpu_offsets_past_2_to_the_31_elements_in_q_and_its_gradient(cupy: Any, 
 def test_gpu_rows_further_apart_than_2_to_the_31_elements(cupy: Any, name: str) -> None:
     need_memory(cupy, 16)
     case = Case("apart", 1, 96, 120, 1, 1, 64, 64, "float16")
-    made = backward_args(case, cupy)
-    x = getattr(made, name)
+    args = backward_args(case, cupy)
+    x = getattr(args, name)
     far = far_apart(cupy, x, 2 if x.ndim == 3 else 1)
-    got = backward(case, made._replace(**{name: far}), deterministic=True)
-    assert identical(got, backward(case, made, deterministic=True))
+    got = backward(case, args._replace(**{name: far}), deterministic=True)
+    assert identical(got, backward(case, args, deterministic=True))
     del far
     cupy.get_default_memory_pool().free_all_blocks()
 
@@ -194,10 +194,10 @@ def test_gpu_rows_further_apart_than_2_to_the_31_elements(cupy: Any, name: str) 
 def test_gpu_gradients_are_of_the_callers_framework(dtype: str, framework: str) -> None:
     case = Case("framework", 2, 60, 70, 4, 2, 64, 64, dtype, causal=True)
     on_host = backward_args(case, np)
-    made = BackwardArgs(*map(GPU_MAKERS[framework], on_host))
+    args = BackwardArgs(*map(GPU_MAKERS[framework], on_host))
     for deterministic in (False, True):
-        got = backward(case, made, deterministic=deterministic)
-        for x, like in zip(got, made[1:4], strict=True):
+        got = backward(case, args, deterministic=deterministic)
+        for x, like in zip(got, args[1:4], strict=True):
             assert type(x) is type(like)
             assert (tuple(x.shape), x.dtype, x.device) == (tuple(like.shape), like.dtype, like.device)
         check(case, on_host, tuple(as_numpy(x).astype(numpy_dtype(dtype)) for x in got))
@@ -206,8 +206,8 @@ def test_gpu_gradients_are_of_the_callers_framework(dtype: str, framework: str) 
 @pytest.mark.gpu
 @DETERMINISTIC
 def test_gpu_work_runs_on_the_callers_stream(cupy: Any, deterministic: bool) -> None:
-    made = backward_args(LAUNCHED, cupy)
-    backward(LAUNCHED, made, deterministic=deterministic)
+    args = backward_args(LAUNCHED, cupy)
+    backward(LAUNCHED, args, deterministic=deterministic)
     cupy.cuda.Device().synchronize()
     results = []
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -217,11 +217,11 @@ def test_gpu_work_runs_on_the_callers_stream(cupy: Any, deterministic: bool) -> 
             big = cupy.zeros(1 << 27, "float32")
             for _ in range(3):
                 big += 1
-            late = BackwardArgs(*(x * (big[0] / 3).astype(x.dtype) for x in made))
+            late = BackwardArgs(*(x * (big[0] / 3).astype(x.dtype) for x in args))
             results.append(backward(LAUNCHED, late, deterministic=deterministic))
     for stream, result in zip(streams, results, strict=True):
         stream.synchronize()
-        check(LAUNCHED, made, result)
+        check(LAUNCHED, args, result)
 
 
 @pytest.mark.gpu
@@ -229,12 +229,12 @@ def test_gpu_work_runs_on_the_callers_stream(cupy: Any, deterministic: bool) -> 
 def test_gpu_torch_work_runs_on_its_current_stream(deterministic: bool) -> None:
     torch = pytest.importorskip("torch")
     on_host = backward_args(LAUNCHED, np)
-    made = BackwardArgs(*(torch_of(x, "cuda") for x in on_host))
-    backward(LAUNCHED, made, deterministic=deterministic)
+    args = BackwardArgs(*(torch_of(x, "cuda") for x in on_host))
+    backward(LAUNCHED, args, deterministic=deterministic)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        late = [x.clone() for x in made]
+        late = [x.clone() for x in args]
         big = torch.zeros(1 << 27, device="cuda")
         for _ in range(3):
             big += 1
@@ -247,18 +247,18 @@ def test_gpu_torch_work_runs_on_its_current_stream(deterministic: bool) -> None:
 @pytest.mark.gpu
 def test_gpu_memory_beyond_the_outputs_is_that_of_dq_in_float32_or_a_few_bytes_a_row(cupy: Any) -> None:
     case = Case("memory", 1, 8192, 8192, 4, 4, 64, 64, "float16", causal=True)
-    made = backward_args(case, cupy)
+    args = backward_args(case, cupy)
     rows, slack = 4 * 8192, 8 * 512  # the pool hands out multiples of 512 bytes
     for deterministic in (False, True):
-        used = cuflash.plan(made.q, made.k, made.v, op="backward", deterministic=deterministic, causal=True).variant
+        used = cuflash.plan(args.q, args.k, args.v, op="backward", deterministic=deterministic, causal=True).variant
         assert used is not None
         float32 = used.of_warpgroups or not deterministic
         pool = cupy.cuda.MemoryPool()
         with cupy.cuda.using_allocator(pool.malloc):
-            got = backward(case, made, deterministic=deterministic)
+            got = backward(case, args, deterministic=deterministic)
         outputs = sum(x.nbytes for x in got)
         grown = pool.total_bytes()  # what was freed again is counted, as the pool keeps it
-        assert outputs <= grown <= outputs + 16 * rows + slack + (4 * made.q.size if float32 else 0)
+        assert outputs <= grown <= outputs + 16 * rows + slack + (4 * args.q.size if float32 else 0)
 
 
 @pytest.mark.gpu
@@ -266,31 +266,31 @@ def test_gpu_memory_beyond_the_outputs_is_that_of_dq_in_float32_or_a_few_bytes_a
 @pytest.mark.parametrize("heads", [(7, 1), (8, 2)])
 def test_gpu_every_split_of_a_group_gives_the_same_gradients(cupy: Any, heads: tuple[int, int], dtype: str) -> None:
     case = Case("split", 2, 150, 200, *heads, 72, 40, dtype, causal=True)
-    made, group = backward_args(case, cupy), heads[0] // heads[1]
+    args, group = backward_args(case, cupy), heads[0] // heads[1]
     for splits in {-(-group // heads_each) for heads_each in range(1, group + 1)}:
         with for_any_gpu(), planned_with(plan_backward, choose_splits=lambda *_, splits=splits: splits):
-            main = cuflash.plan(made.q, made.k, made.v, op="backward", causal=True).launches[1]
+            main = cuflash.plan(args.q, args.k, args.v, op="backward", causal=True).launches[1]
             assert main.fields["splits"] == splits
-            check(case, made, backward(case, made))
+            check(case, args, backward(case, args))
 
 
 @pytest.mark.gpu
 @DETERMINISTIC
 def test_gpu_more_heads_than_start_together_are_all_computed(cupy: Any, deterministic: bool) -> None:
     case = Case("many", 3, 200, 300, 14, 7, 40, 40, "float16", causal=True)  # 21 kv heads, and 16 start together
-    made = backward_args(case, cupy)
-    check(case, made, backward(case, made, deterministic=deterministic))
+    args = backward_args(case, cupy)
+    check(case, args, backward(case, args, deterministic=deterministic))
 
 
 @pytest.mark.gpu
 def test_gpu_work_runs_where_the_arrays_are(cupy: Any) -> None:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    made = backward_args(LAUNCHED, cupy)
+    args = backward_args(LAUNCHED, cupy)
     with cupy.cuda.Device(1):
-        other = made.on(cupy)
+        other = args.on(cupy)
     got = backward(LAUNCHED, other, deterministic=True)  # while GPU 0 is the current one
     assert {x.data.device_id for x in got} == {1}
-    assert identical(got, backward(LAUNCHED, made, deterministic=True))
+    assert identical(got, backward(LAUNCHED, args, deterministic=True))
     with pytest.raises(ProblemError, match="cuda:1"):
-        backward(LAUNCHED, made._replace(lse=other.lse))
+        backward(LAUNCHED, args._replace(lse=other.lse))

@@ -24,12 +24,12 @@ MASKS = {
 }
 
 
-def given(dtype: str = "float32") -> list[Any]:
+def inputs(dtype: str = "float32") -> list[Any]:
     random = np.random.default_rng(1)
     return [random.standard_normal((BATCH, n, HEADS, 8)).astype(dtype) for n in (ROWS, KEYS, KEYS)]
 
 
-def made(name: str, **more: Any) -> cuflash.BlockMask:
+def block_mask_of(name: str, **more: Any) -> cuflash.BlockMask:
     batch, heads = BATCH if name == "of batch" else 1, HEADS if name == "of heads" else 1
     sizes = {"batch": batch, "heads": heads, "seqlen_q": ROWS, "seqlen_k": KEYS, "like": np.zeros(())} | more
     return cuflash.create_block_mask(MASKS[name], **sizes)
@@ -37,34 +37,36 @@ def made(name: str, **more: Any) -> cuflash.BlockMask:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_a_call_with_a_block_mask_is_that_with_its_mask_mod(name: str) -> None:
-    q, k, v = given()
-    block_mask = made(name)
+    q, k, v = inputs()
+    block_mask = block_mask_of(name)
     sizes = block_mask.sizes
     assert block_mask.cells.dtype == np.int8
     assert (block_mask.cells == mask_tiles_of(trace(MASKS[name], "mask_mod"), *sizes)).all()
-    wanted = cuflash.forward(q, k, v, mask_mod=MASKS[name], return_lse=True)
+    expected = cuflash.forward(q, k, v, mask_mod=MASKS[name], return_lse=True)
     for more in ({}, {"mask_mod": MASKS[name]}):
-        found = cuflash.forward(q, k, v, block_mask=block_mask, return_lse=True, **more)
-        assert all((x == y).all() for x, y in zip(found, wanted, strict=True))
-    assert (cuflash.lse(q, k, block_mask=block_mask) == wanted[1]).all()
-    gradients = (cuflash.backward(q, q, k, v, *wanted, **each) for each in ({"block_mask": block_mask},
+        results = cuflash.forward(q, k, v, block_mask=block_mask, return_lse=True, **more)
+        assert all((x == y).all() for x, y in zip(results, expected, strict=True))
+    assert (cuflash.lse(q, k, block_mask=block_mask) == expected[1]).all()
+    gradients = (cuflash.backward(q, q, k, v, *expected, **each) for each in ({"block_mask": block_mask},
                                                                              {"mask_mod": MASKS[name]}))  # fmt: skip
     assert all((x == y).all() for x, y in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_cells_are_of_the_library_of_like(library: str) -> None:
-    of = torch_of if library == "torch" else jax_of
-    offsets, like = of(OFFSETS, "cpu"), of(np.zeros((3, 4), np.float32), "cpu")
+    convert = torch_of if library == "torch" else jax_of
+    offsets, like = convert(OFFSETS, "cpu"), convert(np.zeros((3, 4), np.float32), "cpu")
     if library == "torch":
         like.requires_grad_()
-    found = cuflash.create_block_mask(mods.document(offsets), 1, 1, ROWS, KEYS, like=like)
-    assert type(found.cells) is type(offsets)
-    assert (np.asarray(found.cells) == made("document").cells).all()
-    assert repr(found) == repr(made("document"))
-    q, k, v = (of(x, "cpu") for x in given())
-    got = cuflash.forward(q, k, v, block_mask=found)
-    np.testing.assert_allclose(np.asarray(got), cuflash.forward(*given(), block_mask=made("document")), rtol=1e-5)
+    block_mask = cuflash.create_block_mask(mods.document(offsets), 1, 1, ROWS, KEYS, like=like)
+    assert type(block_mask.cells) is type(offsets)
+    assert (np.asarray(block_mask.cells) == block_mask_of("document").cells).all()
+    assert repr(block_mask) == repr(block_mask_of("document"))
+    q, k, v = (convert(x, "cpu") for x in inputs())
+    got = cuflash.forward(q, k, v, block_mask=block_mask)
+    np.testing.assert_allclose(
+        np.asarray(got), cuflash.forward(*inputs(), block_mask=block_mask_of("document")), rtol=1e-5
+    )
 
 
 def test_a_block_mask_tells_what_it_is() -> None:
@@ -75,22 +77,22 @@ def test_a_block_mask_tells_what_it_is() -> None:
 def test_used_and_packed_lengths() -> None:
     used_q, used_k = np.array([130, 40], np.int32), np.array([100, 200], np.int32)
     varlen_kwargs = {"seqused_q": used_q, "seqused_k": used_k}
-    q, k, v = given()
+    q, k, v = inputs()
     for name in ("of lengths", "of batch", "document"):
-        block_mask = made(name, batch=BATCH, **varlen_kwargs)
+        block_mask = block_mask_of(name, batch=BATCH, **varlen_kwargs)
         graph = trace(MASKS[name], "mask_mod")
         assert (block_mask.cells == mask_tiles_of(graph, BATCH, 1, ROWS, KEYS, [(130, 100), (40, 200)])).all()
-        wanted = cuflash.forward(q, k, v, mask_mod=MASKS[name], **varlen_kwargs)
-        assert (cuflash.forward(q, k, v, block_mask=block_mask, **varlen_kwargs) == wanted).all()
+        expected = cuflash.forward(q, k, v, mask_mod=MASKS[name], **varlen_kwargs)
+        assert (cuflash.forward(q, k, v, block_mask=block_mask, **varlen_kwargs) == expected).all()
     bounds = {"cu_seqlens_q": np.array([0, 130, 170], np.int32), "cu_seqlens_k": np.array([0, 100, 300], np.int32)}
-    packed = made("of lengths", batch=BATCH, **bounds)
-    assert (packed.cells == made("of lengths", batch=BATCH, **varlen_kwargs).cells).all()
+    packed = block_mask_of("of lengths", batch=BATCH, **bounds)
+    assert (packed.cells == block_mask_of("of lengths", batch=BATCH, **varlen_kwargs).cells).all()
     rows = [np.concatenate([x[0, :n], x[1, :m]]) for x, n, m in ((q, 130, 40), (k, 100, 200), (v, 100, 200))]
     most = {"max_seqlen_q": ROWS, "max_seqlen_k": KEYS}
-    found = cuflash.forward(*rows, block_mask=packed, **bounds, **most)
-    assert (found == cuflash.forward(*rows, mask_mod=MASKS["of lengths"], **bounds, **most)).all()
+    out = cuflash.forward(*rows, block_mask=packed, **bounds, **most)
+    assert (out == cuflash.forward(*rows, mask_mod=MASKS["of lengths"], **bounds, **most)).all()
     # Cells of whole sequences hold for shorter ones, unless the mask asks for lengths.
-    whole = made("of batch")
+    whole = block_mask_of("of batch")
     assert (cuflash.forward(q, k, v, block_mask=whole, **varlen_kwargs)
             == cuflash.forward(q, k, v, mask_mod=MASKS["of batch"], **varlen_kwargs)).all()  # fmt: skip
 
@@ -127,9 +129,9 @@ CAUSE = {
 @pytest.mark.parametrize("cause", CAUSE)
 def test_a_block_mask_that_does_not_fit_is_refused(cause: str) -> None:
     sizes, more, name, message = CAUSE[cause]
-    block_mask = made(name, **sizes)
+    block_mask = block_mask_of(name, **sizes)
     with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
-        cuflash.forward(*given(), block_mask=block_mask, **more)
+        cuflash.forward(*inputs(), block_mask=block_mask, **more)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -145,16 +147,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_lengths_that_make_no_block_mask(name: str) -> None:
     with pytest.raises(cuflash.ProblemError, match=re.escape(BAD[name][1])):
-        made("document", **BAD[name][0])
+        block_mask_of("document", **BAD[name][0])
 
 
 def test_what_is_no_block_mask_is_refused() -> None:
     with pytest.raises(cuflash.ProblemError, match="block_mask is a ndarray; give what create_block_mask returned"):
-        cuflash.forward(*given(), block_mask=made("document").cells)
+        cuflash.forward(*inputs(), block_mask=block_mask_of("document").cells)
 
 
 def test_a_block_mask_of_a_window_is_a_plain_call() -> None:
-    q, k, v = given()
+    q, k, v = inputs()
     block_mask = cuflash.create_block_mask(mods.causal, 1, 1, ROWS, KEYS, like=q)
     assert cuflash.plan(q, k, v, block_mask=block_mask) == cuflash.plan(q, k, v, causal=True)
     assert cuflash.create_block_mask(mods.causal, 1, 1, 0, 65, like=q).cells.shape == (1, 1, 0, 2)
@@ -165,16 +167,16 @@ WINDOWS = {"a window": lambda b, h, q, k: k <= q, "everything": lambda b, h, q, 
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_block_mask_of_a_window_fits_its_lengths_alone(name: str) -> None:
-    q, k, v = given()
+    q, k, v = inputs()
     varlen_kwargs = {"seqused_k": np.array([100, 200], np.int32)}
     for more in ({}, varlen_kwargs, {"score_mod": mods.alibi(HEADS)}):
         fitting = cuflash.create_block_mask(WINDOWS[name], 1, 1, ROWS, KEYS, like=q)
-        found, wanted = (cuflash.forward(q, k, v, return_lse=True, **mask, **more)
+        results, expected = (cuflash.forward(q, k, v, return_lse=True, **mask, **more)
                          for mask in ({"block_mask": fitting}, {"mask_mod": WINDOWS[name]}))  # fmt: skip
-        assert all((x == y).all() for x, y in zip(found, wanted, strict=True))
+        assert all((x == y).all() for x, y in zip(results, expected, strict=True))
         for sizes in ((1, 1, ROWS, KEYS + 1), (3, 1, ROWS, KEYS), (1, HEADS + 1, ROWS, KEYS), (1, 1, 2 * ROWS, KEYS)):
             other = cuflash.create_block_mask(WINDOWS[name], *sizes, like=q)
             with pytest.raises(cuflash.ProblemError, match=f"block_mask was made for batch {sizes[0]}, heads"):
                 cuflash.forward(q, k, v, block_mask=other, **more)
             with pytest.raises(cuflash.ProblemError, match=f"block_mask was made for batch {sizes[0]}, heads"):
-                cuflash.backward(q, q, k, v, *wanted, block_mask=other, **more)
+                cuflash.backward(q, q, k, v, *expected, block_mask=other, **more)

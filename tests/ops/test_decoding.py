@@ -36,33 +36,33 @@ def family(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def forward(given: Any, cupy: Any, **more: Any) -> Any:
-    return cuflash.forward(**given.arguments(cupy) | more, return_lse=True)
+def forward(args: Any, cupy: Any, **more: Any) -> Any:
+    return cuflash.forward(**args.arguments(cupy) | more, return_lse=True)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_every_kind_of_cache_and_head_dim(cupy: Any, case: Sequences, dims: tuple[int, int], dtype: str) -> None:
-    given = varlen_arrays(replace(case, dims=dims, dtype=dtype))
-    got = forward(given, cupy)
-    check(given, *got)
-    assert identical(forward(given, cupy), got)
+    args = varlen_arrays(replace(case, dims=dims, dtype=dtype))
+    got = forward(args, cupy)
+    check(args, *got)
+    assert identical(forward(args, cupy), got)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (32, 8), (33, 11), (64, 1), (96, 1)], ids=str)
 @pytest.mark.parametrize("queries", [1, 2, 8, 16])
 def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int], queries: int) -> None:
     for case in (ROWS, replace(PAGES, page_size=8)):
-        given = varlen_arrays(replace(case, queries=(queries,) * 6, heads=heads))
+        args = varlen_arrays(replace(case, queries=(queries,) * 6, heads=heads))
         for num_splits in (0, 3):  # on Hopper the blocks of up to 128 rows are those of a warp if it may choose
-            check(given, *forward(given, cupy, num_splits=num_splits))
+            check(args, *forward(args, cupy, num_splits=num_splits))
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 24, 64, 96, 256, 1000, 3])
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 def test_pages_of_any_size(cupy: Any, page_size: int, dims: tuple[int, int]) -> None:
-    check(given := varlen_arrays(replace(PAGES, page_size=page_size, dims=dims)), *forward(given, cupy))
+    check(args := varlen_arrays(replace(PAGES, page_size=page_size, dims=dims)), *forward(args, cupy))
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_pages_of_any_size(cupy: Any, page_size: int, dims: tuple[int, int]) -> 
 )  # fmt: skip
 def test_masks_and_capped_scores(cupy: Any, mask: dict[str, Any]) -> None:
     for case in (replace(ROWS, queries=(3,) * 6), PAGES, PACKED):
-        check(given := varlen_arrays(replace(case, **mask)), *forward(given, cupy))
+        check(args := varlen_arrays(replace(case, **mask)), *forward(args, cupy))
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 7, 50, 1000])
 def test_any_number_of_splits(cupy: Any, num_splits: int) -> None:
     for case in (replace(ROWS, queries=(2,) * 6), PAGES, replace(PAGES, window_size=(900, -1))):
-        given = varlen_arrays(case)
-        got = forward(given, cupy, num_splits=num_splits)
-        check(given, *got)
+        args = varlen_arrays(case)
+        got = forward(args, cupy, num_splits=num_splits)
+        check(args, *got)
         for _ in range(3):
-            assert identical(forward(given, cupy, num_splits=num_splits), got)
+            assert identical(forward(args, cupy, num_splits=num_splits), got)
 
 
 # batch, queries, keys, query heads, kv heads
@@ -101,12 +101,12 @@ def test_sequences_that_are_all_alike(cupy: Any, sizes: tuple[int, ...], mask: d
     for dims in (64, 64), (192, 128):
         case = Case("idle", *sizes, *dims, "bfloat16", **mask)
         arrays = case.arrays()
-        given = [cupy.asarray(x) for x in arrays]
-        results = {n: cuflash.forward(*given, **case.arguments(), return_lse=True, num_splits=n) for n in (0, 1, 3)}
+        inputs = [cupy.asarray(x) for x in arrays]
+        results = {n: cuflash.forward(*inputs, **case.arguments(), return_lse=True, num_splits=n) for n in (0, 1, 3)}
         for out, lse in results.values():
             assert_right(case, arrays, out, lse)
-        assert identical(cuflash.forward(*given, **case.arguments(), return_lse=True), results[0])
-        rank3 = [x[0] for x in given]
+        assert identical(cuflash.forward(*inputs, **case.arguments(), return_lse=True), results[0])
+        rank3 = [x[0] for x in inputs]
         one = replace(case, batch=1).arguments()
         assert_right(replace(case, batch=1), tuple(x[:1] for x in arrays), *(
             x[None] for x in cuflash.forward(*rank3, **one, return_lse=True)
@@ -115,9 +115,9 @@ def test_sequences_that_are_all_alike(cupy: Any, sizes: tuple[int, ...], mask: d
 
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_rows_past_a_bound_that_is_too_small_count_as_unused(cupy: Any, out_dtype: str | None) -> None:
-    given = varlen_arrays(replace(PACKED, queries=(1, 2, 0, 9, 1, 80), heads=(4, 1)))
-    q, cu = (given.arguments(cupy)[name] for name in ("q", "cu_seqlens_q"))
-    out, lse = forward(given, cupy, max_seqlen_q=1, out_dtype=out_dtype)
+    args = varlen_arrays(replace(PACKED, queries=(1, 2, 0, 9, 1, 80), heads=(4, 1)))
+    q, cu = (args.arguments(cupy)[name] for name in ("q", "cu_seqlens_q"))
+    out, lse = forward(args, cupy, max_seqlen_q=1, out_dtype=out_dtype)
     begins = cu.get()[:-1]
     used = np.zeros(len(q), bool)
     used[[begin for begin, end in zip(begins, cu.get()[1:], strict=True) if begin < end]] = True
@@ -128,23 +128,23 @@ def test_rows_past_a_bound_that_is_too_small_count_as_unused(cupy: Any, out_dtyp
 
 def test_wrong_integers_leave_nothing_behind(cupy: Any) -> None:
     for case in (PAGES, PACKED):
-        given = varlen_arrays(case)
-        right = forward(given, cupy)
+        args = varlen_arrays(case)
+        right = forward(args, cupy)
         rng = np.random.default_rng(0)
         for _ in range(20):
             wild = {
                 name: np.where(rng.random(x.shape) < 0.5, rng.choice([-FAR, -1, 3, 700, 90_000, FAR], x.shape), x)
-                for name, x in given.varlen_kwargs.items()
+                for name, x in args.varlen_kwargs.items()
             }
-            forward(given, cupy, **{name: cupy.asarray(x.astype(np.int32)) for name, x in wild.items()})
-            assert identical(forward(given, cupy), right)
+            forward(args, cupy, **{name: cupy.asarray(x.astype(np.int32)) for name, x in wild.items()})
+            assert identical(forward(args, cupy), right)
 
 
 def test_a_graph_that_was_captured_with_short_lengths_replays_with_long_ones(cupy: Any) -> None:
-    given = varlen_arrays(PAGES)
-    arguments = given.arguments(cupy)
+    args = varlen_arrays(PAGES)
+    arguments = args.arguments(cupy)
     used = arguments["seqused_k"]
-    wanted, short = used.copy(), cupy.minimum(used, 5)
+    expected, short = used.copy(), cupy.minimum(used, 5)
     used[...] = short
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -155,11 +155,11 @@ def test_a_graph_that_was_captured_with_short_lengths_replays_with_long_ones(cup
         graph = stream.end_capture()
     for _ in range(3):
         out[...], lse[...] = cupy.nan, cupy.nan
-        used[...] = wanted
+        used[...] = expected
         cupy.cuda.get_current_stream().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        check(given, out, lse)
+        check(args, out, lse)
 
 
 # A kernel that lets the next one begin, waits, and then writes lengths.
@@ -235,13 +235,13 @@ def test_there_is_room_for_all_splits_of_unequal_sequences(batch: int, heads: in
 
 
 def test_calls_on_several_streams_at_once(cupy: Any) -> None:
-    given = varlen_arrays(replace(ROWS, queries=(2,) * 6))
-    right, streams = forward(given, cupy), [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    args = varlen_arrays(replace(ROWS, queries=(2,) * 6))
+    right, streams = forward(args, cupy), [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     cupy.cuda.Device().synchronize()
     results = []
     for _ in range(20):
         for stream in streams:
             with stream:
-                results.append(forward(given, cupy))
+                results.append(forward(args, cupy))
     cupy.cuda.Device().synchronize()
     assert all(identical(result, right) for result in results)

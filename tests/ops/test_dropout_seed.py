@@ -19,9 +19,9 @@ def test_an_int_becomes_an_array_of_the_library(library: str) -> None:
     if library != "numpy":
         like = torch_of(like, "cpu") if library == "torch" else jax_of(like, "cpu")
     for seed in SEEDS:
-        made = seed_array(seed, like)
-        assert type(made) is type(like)
-        assert seed_of(np.asarray(made)) == seed % 2**64
+        array = seed_array(seed, like)
+        assert type(array) is type(like)
+        assert seed_of(np.asarray(array)) == seed % 2**64
 
 
 def test_arrays_stay_and_others_are_refused() -> None:

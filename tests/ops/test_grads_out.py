@@ -35,20 +35,20 @@ def test_parts_of_one_packed_array_are_written_and_nothing_beside_them(
     dtype: str, dims: tuple[int, int], deterministic: bool, xp: Any
 ) -> None:
     case = Case("packed", 2, 65, 65, 4, 4, *dims, dtype, causal=True)
-    given = backward_args(case, xp)
+    args = backward_args(case, xp)
     # why: where all rows begin at multiples of 16 bytes, Hopper has kernels of its own for any head dim.
     wide = {
-        name: laid_out(x, after=(0, 0, 0, 8 + -x.shape[3] % 8)) for name, x in given._asdict().items() if x.ndim == 4
+        name: laid_out(x, after=(0, 0, 0, 8 + -x.shape[3] % 8)) for name, x in args._asdict().items() if x.ndim == 4
     }
-    for at in (given, given._replace(**{name: wide[name] for name in ("dout", "q", "k", "v")})):
+    for inputs in (args, args._replace(**{name: wide[name] for name in ("dout", "q", "k", "v")})):
         packed = xp.full((2, 65, 4, 4, max(dims) + 8 + -max(dims) % 8), 7.0, dtype)
         parts = (0, dims[0]), (1, 0), (2, dims[0]), (3, dims[1])
         targets = tuple(packed[:, :, i, :, :dim] for i, dim in parts if dim)
         for x in targets:
             x[...] = xp.nan
-        got = backward(case, at, deterministic=deterministic, grads_out=targets)
+        got = backward(case, inputs, deterministic=deterministic, grads_out=targets)
         assert all(x is y for x, y in zip(got, targets, strict=True))
-        check(case, given, got)
+        check(case, args, got)
         assert all(bool((packed[:, :, i, :, dim:] == 7.0).all()) for i, dim in parts)
 
 
@@ -56,23 +56,23 @@ def test_parts_of_one_packed_array_are_written_and_nothing_beside_them(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_any_strides_are_those_of_new_arrays(layout: str, deterministic: bool, xp: Any) -> None:
     case = Case("layout", 2, 65, 129, 4, 2, 40, 64, "float16", window_size=(40, 9))
-    given = backward_args(case, xp)
+    args = backward_args(case, xp)
     for fill in (0.0, np.nan):
-        targets = [laid_out(xp.full_like(x, fill), fill=5.0, **LAYOUTS[layout]) for x in (given.q, given.k, given.v)]
-        check(case, given, backward(case, given, deterministic=deterministic, grads_out=targets))
+        targets = [laid_out(xp.full_like(x, fill), fill=5.0, **LAYOUTS[layout]) for x in (args.q, args.k, args.v)]
+        check(case, args, backward(case, args, deterministic=deterministic, grads_out=targets))
         assert not any(np.isnan(host(x)).any() for x in targets)
     if xp is np:
-        assert identical(targets, backward(case, given))
+        assert identical(targets, backward(case, args))
 
 
 @pytest.mark.parametrize("which", range(3))
 def test_a_gradient_that_is_none_is_new(which: int, xp: Any) -> None:
-    given = backward_args(CASE, xp)
+    args = backward_args(CASE, xp)
     outs: list[Any] = [None] * 3
-    outs[which] = laid_out(xp.full_like(given.q, xp.nan), before=(1, 1, 1, 1))
+    outs[which] = laid_out(xp.full_like(args.q, xp.nan), before=(1, 1, 1, 1))
     for grads_out in (outs, [None] * 3):
-        got = backward(CASE, given, deterministic=True, grads_out=grads_out)
-        check(CASE, given, got)
+        got = backward(CASE, args, deterministic=True, grads_out=grads_out)
+        check(CASE, args, got)
         assert [x is y for x, y in zip(got, grads_out, strict=True)] == [x is not None for x in grads_out]
 
 
@@ -90,34 +90,34 @@ VARLEN_OPS = [
 def test_rows_of_no_sequence_become_0_in_arrays_that_are_given(
     case: Sequences, layout: str, deterministic: bool, xp: Any
 ) -> None:
-    given = varlen_arrays(case)
-    arguments = given.arguments(xp)
+    args = varlen_arrays(case)
+    arguments = args.arguments(xp)
     targets = [laid_out(xp.full_like(arguments[name], xp.nan), fill=5.0, **LAYOUTS[layout]) for name in "qkv"]
-    got = sequences.gradients(given, xp, deterministic=deterministic, grads_out=targets)
+    got = sequences.gradients(args, xp, deterministic=deterministic, grads_out=targets)
     assert all(x is y for x, y in zip(got, targets, strict=True))
-    sequences.check_gradients(given, got)
+    sequences.check_gradients(args, got)
 
 
 def test_tensors_are_written_where_they_are() -> None:
     pytest.importorskip("torch")
-    given = backward_args(CASE, np)
+    args = backward_args(CASE, np)
     packed = MAKERS["torch"](np.full((2, 65, 3, 4, 64), np.nan, np.float16))
-    theirs = BackwardArgs(*map(MAKERS["torch"], given))
+    theirs = BackwardArgs(*map(MAKERS["torch"], args))
     backward(CASE, theirs, grads_out=packed.unbind(2))
-    assert identical([as_numpy(packed)], [np.stack(backward(CASE, given), axis=2).astype("f4")])
+    assert identical([as_numpy(packed)], [np.stack(backward(CASE, args), axis=2).astype("f4")])
 
 
-def overlapping(xp: Any, given: BackwardArgs) -> dict[str, tuple[Any, ...]]:
+def overlapping(xp: Any, args: BackwardArgs) -> dict[str, tuple[Any, ...]]:
     """Gradients that do not fit, by words of the refusal."""
-    dq, dk, dv = (xp.zeros_like(x) for x in given[1:4])
+    dq, dk, dv = (xp.zeros_like(x) for x in args[1:4])
     pool = xp.zeros((2, 65, 4, 192), "f2")
     separate = "memory of its own"
     return {
         f"dq, which is written to, shares memory with dk; give dq {separate}": (dq, dq, dv),
         f"dk, which is written to, shares memory with dv; give dk {separate}": (
             pool[..., :64], pool[..., 64:128], pool[..., 127:191]),
-        f"dv, which is written to, shares memory with v; give dv {separate}": (dq, dk, given.v),
-        f"dk, which is written to, shares memory with dout; give dk {separate}": (None, given.dout[:, ::-1], None),
+        f"dv, which is written to, shares memory with v; give dv {separate}": (dq, dk, args.v),
+        f"dk, which is written to, shares memory with dout; give dk {separate}": (None, args.dout[:, ::-1], None),
         r"dv has shape \(2, 65, 2, 64\); this problem needs \(2, 65, 4, 64\)": (dq, dk, dv[:, :, :2]),
         "dk has dtype float32; this problem needs float16": (dq, dk.astype("f4"), dv),
         "dq has shape .* rows share memory; give a dense dq": (xp.broadcast_to(dq[:1], dq.shape), dk, dv),
@@ -128,25 +128,25 @@ def overlapping(xp: Any, given: BackwardArgs) -> dict[str, tuple[Any, ...]]:
 
 
 def test_gradients_that_do_not_fit_are_refused_and_nothing_is_written(xp: Any) -> None:
-    given = backward_args(CASE, xp)
-    for words, grads_out in overlapping(xp, given).items():
-        arrays = [*given, *(x for x in grads_out if isinstance(x, xp.ndarray))]
+    args = backward_args(CASE, xp)
+    for words, grads_out in overlapping(xp, args).items():
+        arrays = [*args, *(x for x in grads_out if isinstance(x, xp.ndarray))]
         before = [host(x).copy() for x in arrays]
         with pytest.raises(ProblemError, match=words):
-            backward(CASE, given, grads_out=grads_out)
+            backward(CASE, args, grads_out=grads_out)
         assert identical(arrays, before)
     with pytest.raises(ProblemError, match=r"grads_out is a ndarray; give \(dq, dk, dv\)"):
-        backward(CASE, given, grads_out=given.q)
+        backward(CASE, args, grads_out=args.q)
 
 
 def test_host_arrays_that_cannot_be_written_to_are_refused() -> None:
-    given = backward_args(CASE, np)
-    frozen = np.zeros_like(given.q)
+    args = backward_args(CASE, np)
+    frozen = np.zeros_like(args.q)
     frozen.flags.writeable = False
     with pytest.raises(ProblemError, match="dk is read-only; give a writable array or None"):
-        backward(CASE, given, grads_out=(None, frozen, None))
+        backward(CASE, args, grads_out=(None, frozen, None))
     pytest.importorskip("jax")
-    theirs = BackwardArgs(*map(MAKERS["jax"], given))
+    theirs = BackwardArgs(*map(MAKERS["jax"], args))
     with pytest.raises(ProblemError, match=r"dv is a jax array, which cannot be written to here; .* or None"):
         backward(CASE, theirs, grads_out=(None, None, theirs.v))
 

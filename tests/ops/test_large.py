@@ -39,9 +39,9 @@ def test_a_million_queries_and_keys(cupy: Any, head_dim: int, causal: bool) -> N
     q, k, v = (cupy.asarray(x) for x in case.arrays())
     out, lse = cuflash.forward(q, k, v, causal=causal, return_lse=True)
     for row in (0, 1, 127, 128, 65_535, 65_536, 524_287, length - 2, length - 1):
-        seen = row + 1 if causal else length
-        of_row = Case("row", 1, 1, seen, 1, 1, head_dim, head_dim, "bfloat16")
-        arrays = host(q[:, row : row + 1]), host(k[:, :seen]), host(v[:, :seen])
+        num_visible = row + 1 if causal else length
+        of_row = Case("row", 1, 1, num_visible, 1, 1, head_dim, head_dim, "bfloat16")
+        arrays = host(q[:, row : row + 1]), host(k[:, :num_visible]), host(v[:, :num_visible])
         check(of_row, arrays, host(out[:, row : row + 1]), host(lse[..., row : row + 1]))
     np.testing.assert_allclose(host(cuflash.lse(q, k, causal=causal)), host(lse), rtol=1e-6)
 
@@ -78,7 +78,7 @@ def test_more_sequences_than_a_grid_has_in_a_dimension(cupy: Any) -> None:
     q, k, v = (cupy.asarray(rng.standard_normal((total, 2, 64)).astype("float16")) for _ in range(3))
     varlen_kwargs = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 3, "max_seqlen_k": 3}
     out, lse = cuflash.forward(q, k, v, **varlen_kwargs, causal=True, return_lse=True)
-    found = cuflash.backward(out, q, k, v, out, lse, **varlen_kwargs, causal=True, deterministic=True)
+    gradients = cuflash.backward(out, q, k, v, out, lse, **varlen_kwargs, causal=True, deterministic=True)
     # Of each length all sequences together, as batches of a dense call.
     begins = np.append(0, np.cumsum(lengths))[:-1]
     for length in (1, 2, 3):
@@ -87,9 +87,9 @@ def test_more_sequences_than_a_grid_has_in_a_dimension(cupy: Any) -> None:
         of_dense, lse_of_dense = cuflash.forward(*dense, causal=True, return_lse=True)
         cupy.testing.assert_allclose(out[rows].astype("f4"), of_dense.astype("f4"), atol=2e-3)
         cupy.testing.assert_allclose(lse.T[rows].swapaxes(1, 2), lse_of_dense, atol=1e-5)
-        gradients = cuflash.backward(of_dense, *dense, of_dense, lse_of_dense, causal=True, deterministic=True)
-        for got, wanted in zip(found, gradients, strict=True):
-            cupy.testing.assert_allclose(got[rows].astype("f4"), wanted.astype("f4"), atol=4e-3)
+        dense_gradients = cuflash.backward(of_dense, *dense, of_dense, lse_of_dense, causal=True, deterministic=True)
+        for got, expected in zip(gradients, dense_gradients, strict=True):
+            cupy.testing.assert_allclose(got[rows].astype("f4"), expected.astype("f4"), atol=4e-3)
 
 
 @LAYOUTS
@@ -113,10 +113,10 @@ def test_k_and_v_and_their_gradients_of_more_than_2_31_elements(cupy: Any, queri
     dout = cupy.asarray(np.random.default_rng(1).standard_normal(q.shape).astype(q.dtype))
     _, dk, dv = cuflash.backward(dout, q, *many, out, lse)
     _, dk_few, dv_few = oracle.gradients64(case, *map(host, (dout, q, k, v)))
-    for got, wanted in ((dk, dk_few), (dv, dv_few)):
-        unit = np.abs(wanted).max()
+    for got, expected in ((dk, dk_few), (dv, dv_few)):
+        unit = np.abs(expected).max()
         for part in (got[:, :few], got[:, few * times // 2 :][:, :few], got[:, -few:]):
-            assert np.abs(host(part).astype("f8") * times - wanted).max() < 2**-5 * unit
+            assert np.abs(host(part).astype("f8") * times - expected).max() < 2**-5 * unit
 
 
 @LAYOUTS

@@ -36,30 +36,30 @@ MORE: list[dict[str, Any]] = [{"causal": True}, {"window_size": (3, 9)}, {"causa
 @pytest.mark.parametrize("name", WINDOWS)
 def test_the_plan_is_that_of_the_arguments(name: str) -> None:
     mask_mod, same = WINDOWS[name]
-    given = arrays("float32")
+    inputs = arrays("float32")
     for op in ("forward", "backward"):
-        found, wanted = (cuflash.plan(*given, op=op, **each) for each in ({"mask_mod": mask_mod}, same))
-        assert found == wanted
+        results, expected = (cuflash.plan(*inputs, op=op, **each) for each in ({"mask_mod": mask_mod}, same))
+        assert results == expected
         for arch in ("sm_80", "sm_90"):
             shapes = {"dtype": "bfloat16", "device": arch, "op": op}
             dims = [(2, 21, 4, 64), (2, 34, 2, 64), (2, 34, 2, 64)]
             assert cuflash.plan(*dims, mask_mod=mask_mod, **shapes) == cuflash.plan(*dims, **same, **shapes)
-    found, wanted = (cuflash.forward(*given, return_lse=True, **each) for each in ({"mask_mod": mask_mod}, same))
-    assert all((x == y).all() for x, y in zip(found, wanted, strict=True))
+    results, expected = (cuflash.forward(*inputs, return_lse=True, **each) for each in ({"mask_mod": mask_mod}, same))
+    assert all((x == y).all() for x, y in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_and_the_arguments_hide_together(name: str, more: dict[str, Any]) -> None:
-    mask_mod, given = WINDOWS[name][0], arrays("float32")
-    plan = cuflash.plan(*given, mask_mod=mask_mod, **more)
+    mask_mod, inputs = WINDOWS[name][0], arrays("float32")
+    plan = cuflash.plan(*inputs, mask_mod=mask_mod, **more)
     assert plan.problem.op.mod_spec is None
 
     def visible_to_all(b: Any, h: Any, q: Any, k: Any) -> Any:
         return mask_mod(b, h, q, k) & ((k % 2 == 0) | (k % 2 == 1))  # which is no window that anybody sees
 
-    wanted = cuflash.forward(*given, mask_mod=visible_to_all, **more)
-    np.testing.assert_allclose(cuflash.forward(*given, mask_mod=mask_mod, **more), wanted, rtol=1e-5, atol=1e-6)
+    expected = cuflash.forward(*inputs, mask_mod=visible_to_all, **more)
+    np.testing.assert_allclose(cuflash.forward(*inputs, mask_mod=mask_mod, **more), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("more", [{}, *MORE])
@@ -72,21 +72,21 @@ def test_windows_of_sequences_count_from_the_lengths_of_each(name: str, more: di
     def visible_to_all(b: Any, h: Any, q: Any, k: Any) -> Any:
         return mask_mod(b, h, q, k) & ((k % 2 == 0) | (k % 2 == 1))
 
-    found, wanted = (cuflash.forward(q, k, v, mask_mod=each, return_lse=True, **varlen_kwargs, **more)
+    results, expected = (cuflash.forward(q, k, v, mask_mod=each, return_lse=True, **varlen_kwargs, **more)
                      for each in (mask_mod, visible_to_all))  # fmt: skip
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(results, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
     if not more:
         assert cuflash.plan(q, k, v, mask_mod=mask_mod, **varlen_kwargs).problem.op.mod_spec is None
 
 
 def test_a_window_beside_a_score_leaves_the_score_alone() -> None:
-    given = arrays("float32")
+    inputs = arrays("float32")
     alibi = mods.alibi(4)
-    found = cuflash.plan(*given, score_mod=alibi, mask_mod=mods.causal)
-    assert found == cuflash.plan(*given, score_mod=alibi, causal=True)
-    assert found.problem.op.mod_spec is not None
-    assert found.problem.op.mod_spec.mask is None
+    plan = cuflash.plan(*inputs, score_mod=alibi, mask_mod=mods.causal)
+    assert plan == cuflash.plan(*inputs, score_mod=alibi, causal=True)
+    assert plan.problem.op.mod_spec is not None
+    assert plan.problem.op.mod_spec.mask is None
 
 
 OTHERS = {
@@ -108,9 +108,9 @@ def test_masks_that_are_no_window_stay(name: str) -> None:
 
 
 def test_bands_of_masks() -> None:
-    def of(mask_mod: Any) -> Band | None:
+    def band_of(mask_mod: Any) -> Band | None:
         return band(trace(mask_mod, "mask_mod").root)
 
-    assert of(mods.causal) == Band(None, 0, True)
-    assert of(lambda b, h, q, k: k > q - 3) == Band(-2, None, False)
-    assert of(mods.sliding_window(4, 1)) == Band(-4, 1, True)
+    assert band_of(mods.causal) == Band(None, 0, True)
+    assert band_of(lambda b, h, q, k: k > q - 3) == Band(-2, None, False)
+    assert band_of(mods.sliding_window(4, 1)) == Band(-4, 1, True)

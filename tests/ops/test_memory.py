@@ -56,10 +56,10 @@ def test_gpu_arrays_that_overlap_themselves_are_refused(strides: tuple[int, ...]
 
 
 def test_strides_that_cross_without_meeting_are_written_to() -> None:
-    wanted = cuflash.forward(**base())
+    expected = cuflash.forward(**base())
     out = view((2, 5, 4, 6), (5 * 24 * 2, 24 * 2, 2, 9))  # elements 0, 9, 18 … of one head, 2, 11, 20 … of the next
     assert cuflash.forward(**base(), out=out) is out
-    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.drawn(200)

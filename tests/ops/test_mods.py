@@ -47,41 +47,41 @@ def without(call: Arrays, *names: str) -> Arrays:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_agree_with_whole_matrices(name: str, algorithm: str) -> None:
-    call, given = CALLS[name], arrays()
-    wanted = whole(call, *given)
-    found = cuflash.forward(*given, return_lse=True, algorithm=algorithm, **call)
-    for got, want in zip(found, wanted, strict=True):
+    call, inputs = CALLS[name], arrays()
+    expected = whole(call, *inputs)
+    results = cuflash.forward(*inputs, return_lse=True, algorithm=algorithm, **call)
+    for got, want in zip(results, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(cuflash.lse(*given[:2], **without(call, *DROPS)), wanted[1], rtol=1e-12, atol=1e-12)
-    kept = np.full((BATCH, ROWS, HEADS, DIM), np.nan)
-    assert cuflash.forward(*given, out=kept, algorithm=algorithm, **call) is kept
-    np.testing.assert_array_equal(kept, found[0])
+    np.testing.assert_allclose(cuflash.lse(*inputs[:2], **without(call, *DROPS)), expected[1], rtol=1e-12, atol=1e-12)
+    out = np.full((BATCH, ROWS, HEADS, DIM), np.nan)
+    assert cuflash.forward(*inputs, out=out, algorithm=algorithm, **call) is out
+    np.testing.assert_array_equal(out, results[0])
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_take_arrays_of_all_libraries(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, given = CALLS[name], arrays("float32")
-    out, lse = whole(call, *given)
+    call, inputs = CALLS[name], arrays("float32")
+    out, lse = whole(call, *inputs)
     dout = np.random.default_rng(3).standard_normal(out.shape).astype("f4")
-    found = cuflash.forward(*given, return_lse=True, **_single(call))
-    wanted = cuflash.backward(dout, *given, *found, captured_grads=[], **_single(call))
+    results = cuflash.forward(*inputs, return_lse=True, **_single(call))
+    expected = cuflash.backward(dout, *inputs, *results, captured_grads=[], **_single(call))
 
-    def of(x: Any) -> Any:
+    def convert(x: Any) -> Any:
         x = x.astype("f4") if x.dtype == np.float64 else x
         return torch_of(x, "cpu") if library == "torch" else jax_of(x, "cpu")
 
     for each in ("SLOPES", "TABLE", "FACTOR"):
-        monkeypatch.setattr(mod_calls, each, of(getattr(mod_calls, each)))
-    theirs = {each: of(value) if isinstance(value, np.ndarray) else value for each, value in call.items()}
+        monkeypatch.setattr(mod_calls, each, convert(getattr(mod_calls, each)))
+    theirs = {each: convert(value) if isinstance(value, np.ndarray) else value for each, value in call.items()}
     asked = [theirs[each] for each in ("bias", "sinks") if each in call and call[each].dtype != bool]
-    q, k, v = map(of, given)
+    q, k, v = map(convert, inputs)
     got = cuflash.forward(q, k, v, return_lse=True, **theirs)
     assert type(got[0]) is type(q)
     for x, want in zip(got, (out, lse), strict=True):
         np.testing.assert_allclose(np.asarray(x), want, rtol=1e-4, atol=1e-5)
-    *gradients, grads = cuflash.backward(of(dout), q, k, v, *got, captured_grads=asked, **theirs)
-    for x, want in zip(gradients, wanted[:3], strict=True):
+    *gradients, grads = cuflash.backward(convert(dout), q, k, v, *got, captured_grads=asked, **theirs)
+    for x, want in zip(gradients, expected[:3], strict=True):
         np.testing.assert_allclose(np.asarray(x), want, rtol=1e-3, atol=1e-4)
     assert [(type(x), x.shape, x.dtype) for x in grads] == [(type(q), x.shape, x.dtype) for x in asked]
 
@@ -93,41 +93,41 @@ def _single(call: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "sinks"])
 def test_gradients_that_are_asked_for_are_slopes(name: str) -> None:
-    call, given = CALLS[name], arrays()
+    call, inputs = CALLS[name], arrays()
     asked = [{tilted: SLOPES, scaled: FACTOR}.get(call["score_mod"], TABLE)] if "score_mod" in call else []
     asked += [call[each] for each in ("bias", "sinks") if each in call and call[each].dtype != bool]
     random = np.random.default_rng(2)
     dout, dlse = random.standard_normal((BATCH, ROWS, HEADS, DIM)), random.standard_normal((BATCH, HEADS, ROWS))
-    out, lse = cuflash.forward(*given, return_lse=True, **call)
+    out, lse = cuflash.forward(*inputs, return_lse=True, **call)
     dlse = np.where(np.isneginf(lse), 0, dlse)
-    *found, grads = cuflash.backward(dout, *given, out, lse, dlse=dlse, captured_grads=tuple(asked), **call)
-    plain = cuflash.backward(dout, *given, out, lse, dlse=dlse, **call)
-    assert all((x == y).all() for x, y in zip(found, plain, strict=True))
+    *gradients, grads = cuflash.backward(dout, *inputs, out, lse, dlse=dlse, captured_grads=tuple(asked), **call)
+    plain = cuflash.backward(dout, *inputs, out, lse, dlse=dlse, **call)
+    assert all((x == y).all() for x, y in zip(gradients, plain, strict=True))
     loss = loss_of(call, dout, dlse)
-    for x, gradient in [*zip(given, found, strict=True), *zip(asked, grads, strict=True)]:
+    for x, gradient in [*zip(inputs, gradients, strict=True), *zip(asked, grads, strict=True)]:
         assert gradient.shape == x.shape
         for number in random.integers(x.size, size=3):
-            at = tuple(int(i) for i in np.unravel_index(number, x.shape))
-            np.testing.assert_allclose(gradient[at], slope(lambda: loss(*given), x, at), rtol=1e-6, atol=1e-7)
+            index = tuple(int(i) for i in np.unravel_index(number, x.shape))
+            np.testing.assert_allclose(gradient[index], slope(lambda: loss(*inputs), x, index), rtol=1e-6, atol=1e-7)
 
 
 def test_an_array_that_is_used_twice_has_the_sum_of_its_gradients_and_each_keeps_its_dtype() -> None:
     table = normal(HEADS).astype("f2")
-    half, given = normal(1, HEADS, 1, 1).astype("f4"), arrays("float32")
+    half, inputs = normal(1, HEADS, 1, 1).astype("f4"), arrays("float32")
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score + table[h] * k + half[0, h, 0, 0] * 2.0
 
     call: Arrays = {"score_mod": score_mod, "bias": half, "sinks": half[0, :, 0, 0]}
-    out, lse = cuflash.forward(*given, return_lse=True, **call)
+    out, lse = cuflash.forward(*inputs, return_lse=True, **call)
     dlse = np.ones_like(lse)
-    *_, grads = cuflash.backward(out, *given, out, lse, dlse=dlse, captured_grads=[half, table, half], **call)
+    *_, grads = cuflash.backward(out, *inputs, out, lse, dlse=dlse, captured_grads=[half, table, half], **call)
     assert [x.dtype.name for x in grads] == ["float32", "float16", "float32"]
     assert (grads[0] == grads[2]).all()
     one, other = half.copy(), half.copy()
     call["score_mod"] = lambda s, b, h, q, k: s + table[h] * k + one[0, h, 0, 0] * 2.0
     call["bias"] = other
-    *_, parts = cuflash.backward(out, *given, out, lse, dlse=dlse, captured_grads=[one, other], **call)
+    *_, parts = cuflash.backward(out, *inputs, out, lse, dlse=dlse, captured_grads=[one, other], **call)
     np.testing.assert_allclose(grads[0], parts[0] + parts[1], rtol=1e-5)
 
 
@@ -146,7 +146,7 @@ def test_sequences_of_several_lengths_are_dense_calls_that_count_from_their_begi
     call: Arrays = {"score_mod": bounded, "mask_mod": mask_mod, "bias": normal(3, HEADS, 34, 36), "sinks": SLOPES,
                     "dropout_p": 0.25, "dropout_seed": 9, "causal": True}  # fmt: skip
     varlen_kwargs: Arrays = {"cu_seqlens_q": np.array(queries, np.int32), "max_seqlen_q": 34}
-    given = [q, k, v]
+    inputs = [q, k, v]
     if place == "packed":
         varlen_kwargs |= {"cu_seqlens_k": np.array(keys, np.int32), "max_seqlen_k": 36}
     else:
@@ -155,18 +155,18 @@ def test_sequences_of_several_lengths_are_dense_calls_that_count_from_their_begi
         for cache, rows in zip(caches, (k, v), strict=True):
             for b in range(3):
                 cache[b, : keys[b + 1] - keys[b]] = rows[keys[b] : keys[b + 1]]
-        given = [q, *caches]
+        inputs = [q, *caches]
         if place == "cache":
             varlen_kwargs |= {"cache_batch_idx": np.array([2, 0, 1], np.int32)}
-            given = [q, *[cache[[1, 2, 0]] for cache in caches]]
+            inputs = [q, *[cache[[1, 2, 0]] for cache in caches]]
         elif place == "pages":
             varlen_kwargs |= {"page_table": np.arange(27, dtype=np.int32).reshape(3, 9)[:, ::-1].copy()}
-            given = [q, *[c.reshape(3, 9, 4, HEADS_KV, DIM)[:, ::-1].reshape(27, 4, HEADS_KV, DIM) for c in caches]]
-    out, lse = cuflash.forward(*given, return_lse=True, **varlen_kwargs, **call)
-    found = None
+            inputs = [q, *[c.reshape(3, 9, 4, HEADS_KV, DIM)[:, ::-1].reshape(27, 4, HEADS_KV, DIM) for c in caches]]
+    out, lse = cuflash.forward(*inputs, return_lse=True, **varlen_kwargs, **call)
+    whole_gradients = None
     if place in ("packed", "padded"):
-        found = cuflash.backward(
-            out, *given, out, lse, captured_grads=[TABLE, call["bias"], SLOPES], **varlen_kwargs, **call
+        whole_gradients = cuflash.backward(
+            out, *inputs, out, lse, captured_grads=[TABLE, call["bias"], SLOPES], **varlen_kwargs, **call
         )
     total: list[Any] = [0.0, 0.0, 0.0]
     for b in range(3):
@@ -176,49 +176,49 @@ def test_sequences_of_several_lengths_are_dense_calls_that_count_from_their_begi
         # why so many: the numbers of sequences are part of dropout and of the mask.
         more = [np.concatenate([np.zeros_like(x)] * b + [x]) for x in alone]
         one["bias"] = np.concatenate([one["bias"]] * (b + 1))
-        wanted, wanted_lse = cuflash.forward(*more, return_lse=True, **one)
-        np.testing.assert_allclose(out[rows], wanted[b], rtol=1e-10, atol=1e-12)
+        expected, wanted_lse = cuflash.forward(*more, return_lse=True, **one)
+        np.testing.assert_allclose(out[rows], expected[b], rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(lse[:, rows], wanted_lse[b], rtol=1e-10, atol=1e-12)
-        if found is not None:
-            dout = np.concatenate([np.zeros_like(wanted[:1])] * b + [wanted[b:]])
-            *gradients, grads = cuflash.backward(dout, *more, wanted, wanted_lse,
+        if whole_gradients is not None:
+            dout = np.concatenate([np.zeros_like(expected[:1])] * b + [expected[b:]])
+            *gradients, grads = cuflash.backward(dout, *more, expected, wanted_lse,
                                                  captured_grads=[TABLE, SLOPES], **one)  # fmt: skip
             total = [x + y for x, y in zip(total, grads, strict=False)]
-            np.testing.assert_allclose(found[0][rows], gradients[0][b], rtol=1e-10, atol=1e-12)
-    if found is not None:
-        np.testing.assert_allclose(found[3][0], total[0], rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(found[3][2], total[1], rtol=1e-10, atol=1e-12)
+            np.testing.assert_allclose(whole_gradients[0][rows], gradients[0][b], rtol=1e-10, atol=1e-12)
+    if whole_gradients is not None:
+        np.testing.assert_allclose(whole_gradients[3][0], total[0], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(whole_gradients[3][2], total[1], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(), (KEYS,), (ROWS, KEYS), (HEADS, 1, KEYS), (1, HEADS, ROWS, 1)])
 def test_a_bias_may_lack_its_first_axes_and_have_any_strides(shape: tuple[int, ...]) -> None:
-    bias, given = normal(*shape), arrays()
+    bias, inputs = normal(*shape), arrays()
     whole_bias = np.broadcast_to(bias, (BATCH, HEADS, ROWS, KEYS))
-    wanted = cuflash.forward(*given, bias=np.ascontiguousarray(whole_bias))
+    expected = cuflash.forward(*inputs, bias=np.ascontiguousarray(whole_bias))
     for each in (bias, whole_bias, bias.T.copy().T):
-        np.testing.assert_allclose(cuflash.forward(*given, bias=each), wanted, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(cuflash.forward(*inputs, bias=each), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_seeds_of_all_kinds_that_are_equal_drop_the_same_weights() -> None:
-    seed, given = 2**63 + 12345, arrays("float32")
-    wanted = cuflash.forward(*given, dropout_p=0.5, dropout_seed=seed)
+    seed, inputs = 2**63 + 12345, arrays("float32")
+    expected = cuflash.forward(*inputs, dropout_p=0.5, dropout_seed=seed)
     words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
     for same in (seed - 2**64, np.uint64(seed), np.array(seed, np.uint64), np.array([seed], np.uint64), words,
                  words.view(np.int32)):  # fmt: skip
-        assert (cuflash.forward(*given, dropout_p=0.5, dropout_seed=same) == wanted).all()
-    assert (cuflash.forward(*given, dropout_p=0.5, dropout_seed=1) != wanted).any()
-    plain = cuflash.forward(*given)
+        assert (cuflash.forward(*inputs, dropout_p=0.5, dropout_seed=same) == expected).all()
+    assert (cuflash.forward(*inputs, dropout_p=0.5, dropout_seed=1) != expected).any()
+    plain = cuflash.forward(*inputs)
     for unused in (seed, words):
-        assert (cuflash.forward(*given, dropout_p=0, dropout_seed=unused) == plain).all()
+        assert (cuflash.forward(*inputs, dropout_p=0, dropout_seed=unused) == plain).all()
 
 
 def test_what_changes_nothing_is_the_plain_call() -> None:
-    given = arrays("float32")
-    out, lse = cuflash.forward(*given, return_lse=True)
+    inputs = arrays("float32")
+    out, lse = cuflash.forward(*inputs, return_lse=True)
     for call in ({"score_mod": lambda s, b, h, q, k: s}, {"mask_mod": lambda b, h, q, k: k >= 0}, {"dropout_p": 0.0}):
-        assert (cuflash.forward(*given, **call) == out).all()
-        assert cuflash.plan(*given, **call) == cuflash.plan(*given)
-    *gradients, grads = cuflash.backward(out, *given, out, lse, captured_grads=())
+        assert (cuflash.forward(*inputs, **call) == out).all()
+        assert cuflash.plan(*inputs, **call) == cuflash.plan(*inputs)
+    *gradients, grads = cuflash.backward(out, *inputs, out, lse, captured_grads=())
     assert grads == ()
     assert len(gradients) == 3
     bias = BIASES["one"]
@@ -230,12 +230,13 @@ def test_arrays_without_batch_or_heads_and_empty_ones() -> None:
     bias, sinks = normal(5, 7), normal(1)
     call: Arrays = {"bias": bias, "sinks": sinks, "score_mod": mods.alibi(1)}
     out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
-    wanted = cuflash.forward(*(x[None, :, None] for x in (q, k, v)), return_lse=True, **call)
-    assert (out == wanted[0][0, :, 0]).all()
-    assert (lse == wanted[1][0, 0]).all()
+    expected = cuflash.forward(*(x[None, :, None] for x in (q, k, v)), return_lse=True, **call)
+    assert (out == expected[0][0, :, 0]).all()
+    assert (lse == expected[1][0, 0]).all()
     grads_out = [np.empty_like(x) for x in (q, k, v)]
-    *found, grads = cuflash.backward(out, q, k, v, out, lse, grads_out=grads_out, captured_grads=(sinks, bias), **call)
-    assert all(x is y for x, y in zip(found, grads_out, strict=True))
+    call |= {"grads_out": grads_out, "captured_grads": (sinks, bias)}
+    *gradients, grads = cuflash.backward(out, q, k, v, out, lse, **call)
+    assert all(x is y for x, y in zip(gradients, grads_out, strict=True))
     assert [x.shape for x in grads] == [(1,), (5, 7)]
     nothing, keys = np.zeros((2, 0, 2, 8)), np.zeros((2, 3, 2, 8))
     mod_kwargs: Arrays = {
@@ -255,13 +256,13 @@ def test_arrays_without_batch_or_heads_and_empty_ones() -> None:
 
 def test_a_seed_that_is_not_read_costs_no_longer_way(monkeypatch: pytest.MonkeyPatch) -> None:
     q = np.ones((1, 4, 1, 8), "float32")
-    wanted = cuflash.forward(q, q, q, return_lse=True)
+    expected = cuflash.forward(q, q, q, return_lse=True)
     for name in ("forward", "backward"):
         module = import_module(f"cuflash.ops.{name}")
         monkeypatch.setattr(
-            module, "resolve_mods", lambda *given: pytest.fail("it took the way of calls with functions")
+            module, "resolve_mods", lambda *args: pytest.fail("it took the way of calls with functions")
         )
     for seed in (5, np.array(5, np.int64)):
         out, lse = cuflash.forward(q, q, q, dropout_seed=seed, return_lse=True)
-        assert ((out == wanted[0]).all(), (lse == wanted[1]).all()) == (True, True)
+        assert ((out == expected[0]).all(), (lse == expected[1]).all()) == (True, True)
         cuflash.backward(q, q, q, q, out, lse, dropout_seed=seed)

@@ -82,16 +82,16 @@ MODS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", MODS)
 def test_functions_that_cannot_be_traced(name: str) -> None:
     score_mod, message = MODS[name]
-    given = arrays("float32")
+    inputs = arrays("float32")
     for _ in range(2):  # why twice: nothing of the first may stay
         with pytest.raises(cuflash.ProblemError, match=message):
-            cuflash.forward(*given, score_mod=score_mod)
-    out, lse = cuflash.forward(*given, return_lse=True)
+            cuflash.forward(*inputs, score_mod=score_mod)
+    out, lse = cuflash.forward(*inputs, return_lse=True)
     with pytest.raises(cuflash.ProblemError, match=message):
-        cuflash.backward(out, *given, out, lse, score_mod=score_mod)
+        cuflash.backward(out, *inputs, out, lse, score_mod=score_mod)
     with pytest.raises(cuflash.ProblemError, match=message):
-        cuflash.plan(*given, score_mod=score_mod)
-    assert (cuflash.forward(*given) == out).all()
+        cuflash.plan(*inputs, score_mod=score_mod)
+    assert (cuflash.forward(*inputs) == out).all()
 
 
 def test_the_line_is_told_once() -> None:
@@ -128,7 +128,7 @@ def test_an_error_of_the_function_is_told_with_where_it_came_from() -> None:
     assert "while cuflash traced the score_mod" in caught.value.__notes__[0]
 
 
-GIVEN: dict[str, tuple[dict[str, Any], str]] = {
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "bias of other lengths": (
         {"bias": np.zeros((BATCH, HEADS, ROWS, KEYS + 1))},
         f"bias has shape (2, 4, {ROWS}, 35); give (batch, heads_q, seqlen_q, seqlen_k) = (2, 4, {ROWS}, {KEYS})",
@@ -161,25 +161,25 @@ SEEDS: dict[str, tuple[Any, str]] = {
     "a span of time": (np.timedelta64(3, "ns"), "is a timedelta64; give an integer"),
     "a class of seeds": (np.int64, "dropout_seed is the class int64"),
 }
-GIVEN |= {
+MISFITS |= {
     f"{name}, {share!r} dropped": ({"dropout_p": share, "dropout_seed": seed}, message)
     for name, (seed, message) in SEEDS.items()
     for share in (0.1, 0, np.float32(0))
 }
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", MISFITS)
 def test_arguments_that_do_not_fit(name: str) -> None:
-    more, message = GIVEN[name]
-    given = arrays()
+    more, message = MISFITS[name]
+    inputs = arrays()
     with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
-        cuflash.forward(*given, **more)
-    out, lse = cuflash.forward(*given, return_lse=True)
+        cuflash.forward(*inputs, **more)
+    out, lse = cuflash.forward(*inputs, return_lse=True)
     with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
-        cuflash.backward(out, *given, out, lse, **more)
+        cuflash.backward(out, *inputs, out, lse, **more)
     if "dropout_seed" in more:
         with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
-            cuflash.plan(*given, **more)
+            cuflash.plan(*inputs, **more)
 
 
 def test_the_materialised_algorithm_takes_none_of_it() -> None:
@@ -209,25 +209,25 @@ ASKED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", ASKED)
 def test_arrays_that_have_no_gradients(name: str) -> None:
     asked, message = ASKED[name]
-    given, bias = arrays(), np.zeros((4, 1, 1))
+    inputs, bias = arrays(), np.zeros((4, 1, 1))
     call: dict[str, Any] = {"score_mod": captured, "mask_mod": lambda b, h, q, k: BIG[h, k] > -1, "bias": bias,
                             "sinks": np.zeros(4)}  # fmt: skip
-    out, lse = cuflash.forward(*given, return_lse=True, **call)
+    out, lse = cuflash.forward(*inputs, return_lse=True, **call)
     with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
-        cuflash.backward(out, *given, out, lse, captured_grads=asked, **call)
+        cuflash.backward(out, *inputs, out, lse, captured_grads=asked, **call)
     with pytest.raises(cuflash.ProblemError, match="some of: nothing, as no array of floats changes the scores"):
-        cuflash.backward(out, *given, out, lse, captured_grads=(SLOPES,))
+        cuflash.backward(out, *inputs, out, lse, captured_grads=(SLOPES,))
 
 
 def test_arrays_of_another_library_are_refused() -> None:
     torch = pytest.importorskip("torch")
-    slopes, given = torch.ones(HEADS), arrays("float32")
+    slopes, inputs = torch.ones(HEADS), arrays("float32")
     with pytest.raises(cuflash.ProblemError, match="array that score_mod or mask_mod refers to is a torch array, but"):
-        cuflash.forward(*given, score_mod=lambda s, b, h, q, k: s * slopes[h])
+        cuflash.forward(*inputs, score_mod=lambda s, b, h, q, k: s * slopes[h])
     seed = torch.ones(1, dtype=torch.int64)
     for more in ({"bias": torch.ones(1, 1, 1, 1)}, {"sinks": slopes}, {"dropout_p": 0.5, "dropout_seed": seed}):
         with pytest.raises(cuflash.ProblemError, match="is a torch"):
-            cuflash.forward(*given, **more)
+            cuflash.forward(*inputs, **more)
     q = torch.ones(BATCH, ROWS, HEADS, DIM)
     needed = slopes.clone().requires_grad_()
     with pytest.raises(cuflash.ProblemError, match="refers to requires grad"):

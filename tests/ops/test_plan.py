@@ -30,8 +30,8 @@ def test_shapes_of_numpys_integers_are_those_of_pythons(integer: Any) -> None:
 
 def test_lists_are_shapes_of_all_that_may_be_one() -> None:
     bias, sinks = (300, 300), (8,)
-    wanted = planned((2, 300, 8, 64), bias=bias, sinks=sinks)
-    assert planned([2, 300, 8, 64], bias=[*bias], sinks=[np.int32(8)]) == wanted
+    expected = planned((2, 300, 8, 64), bias=bias, sinks=sinks)
+    assert planned([2, 300, 8, 64], bias=[*bias], sinks=[np.int32(8)]) == expected
     packed = planned((300, 8, 64), cu_seqlens_q=(5,), cu_seqlens_k=(5,))
     assert planned([300, 8, 64], cu_seqlens_q=[5], cu_seqlens_k=[5]) == packed
 
@@ -71,12 +71,12 @@ def test_an_out_that_overlaps_itself_is_refused_as_calls_refuse_it() -> None:
             cuflash.plan(q, q, q, out=as_strided(np.zeros(2000, "f4"), q.shape, strides))
 
 
-@pytest.mark.parametrize("given", [np.zeros(2), np.array("cpu"), ["forward"], np.float32, None], ids=repr)
+@pytest.mark.parametrize("value", [np.zeros(2), np.array("cpu"), ["forward"], np.float32, None], ids=repr)
 @pytest.mark.parametrize("op", ["forward", "lse", "backward"])
-def test_what_is_no_name_and_no_number_is_refused(op: str, given: Any) -> None:
+def test_what_is_no_name_and_no_number_is_refused(op: str, value: Any) -> None:
     shapes = ((2, 300, 8, 64),) * (2 if op == "lse" else 3)
     for name in ("op", "device", "algorithm", "num_splits"):
-        if name == "device" and given is None:
+        if name == "device" and value is None:
             continue  # the default
         with pytest.raises(ProblemError, match=f"^{name}=.*; give "):
-            cuflash.plan(*shapes, **{"op": op, "dtype": "float16", "device": "sm_90", name: given})
+            cuflash.plan(*shapes, **{"op": op, "dtype": "float16", "device": "sm_90", name: value})

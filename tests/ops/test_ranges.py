@@ -66,10 +66,10 @@ def test_weights_of_backward_are_off_by_more(head_dim: int, layout: str, dtype: 
     exact = oracle.gradients64(case, dout, q, k, v)
     there = [LAYOUTS[layout](xp.asarray(x)) for x in (q, k, v)]
     out, lse = cuflash.forward(*there, softmax_scale=1.0, return_lse=True)
-    found = cuflash.backward(xp.asarray(dout), *there, out, lse, softmax_scale=1.0)
+    gradients = cuflash.backward(xp.asarray(dout), *there, out, lse, softmax_scale=1.0)
     # why not dq: each is a sum of weights that cancel times a k that is as large as the scores.
-    for name, got, wanted in zip(("dk", "dv"), found[1:], exact[1:], strict=True):
-        off = np.abs(host(got).astype("f8") - wanted).max() / np.abs(wanted).max()
+    for name, got, expected in zip(("dk", "dv"), gradients[1:], exact[1:], strict=True):
+        off = np.abs(host(got).astype("f8") - expected).max() / np.abs(expected).max()
         assert off <= 4e-7 * abs(height) + 4 * EPS[dtype], (name, off)
 
 

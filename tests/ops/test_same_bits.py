@@ -32,9 +32,9 @@ def check(cupy: Any, arrays: Arrays, chunks: Iterable[tuple[int, int]], page_siz
     def same(got: Any, first: int) -> None:
         """Whether the call gave the rows from `first` on of the dense one."""
         count = got[0].shape[-3]
-        at = slice(first, first + count)
-        assert identical([host(got[0]).reshape(count, heads, -1)], [out[at]])
-        assert identical([host(got[1]).reshape(heads, count)], [np.ascontiguousarray(lse[:, at])])
+        subset = slice(first, first + count)
+        assert identical([host(got[0]).reshape(count, heads, -1)], [out[subset]])
+        assert identical([host(got[1]).reshape(heads, count)], [np.ascontiguousarray(lse[:, subset])])
 
     neighbour = min(45, rows)
     twice, bounds = [cupy.concatenate([x[:neighbour], x]) for x in arrays], ints(0, neighbour, neighbour + rows)

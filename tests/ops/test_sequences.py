@@ -92,54 +92,54 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def forward(given: VarlenArrays, xp: Any, layout: str = "dense", **more: Any) -> Any:
-    return cuflash.forward(**given.arguments(xp, layout) | more, return_lse=True)
+def forward(args: VarlenArrays, xp: Any, layout: str = "dense", **more: Any) -> Any:
+    return cuflash.forward(**args.arguments(xp, layout) | more, return_lse=True)
 
 
-def lse_of(given: VarlenArrays, xp: Any, **more: Any) -> Any:
-    return cuflash.lse(**{name: x for name, x in given.arguments(xp).items() if name != "v"} | more)
+def lse_of(args: VarlenArrays, xp: Any, **more: Any) -> Any:
+    return cuflash.lse(**{name: x for name, x in args.arguments(xp).items() if name != "v"} | more)
 
 
 @each(CASES)
 def test_forward_and_lse_agree_with_float64_and_repeat_bitwise(case: Sequences, xp: Any) -> None:
-    given = varlen_arrays(case)
-    out, lse = results = forward(given, xp)
+    args = varlen_arrays(case)
+    out, lse = results = forward(args, xp)
     assert type(out) is type(lse) is xp.ndarray
     assert (out.dtype, lse.dtype) == (numpy_dtype(case.dtype), np.float32)
-    check(given, out, lse)
-    check(given, None, lse_of(given, xp))
-    assert identical(forward(given, xp), results)
+    check(args, out, lse)
+    check(args, None, lse_of(args, xp))
+    assert identical(forward(args, xp), results)
 
 
 @DETERMINISTIC
 @each(WITH_GRADIENTS)
 def test_gradients_agree_with_float64(case: Sequences, deterministic: bool, xp: Any) -> None:
-    given = varlen_arrays(case)
+    args = varlen_arrays(case)
     for dlse in (True, False):
-        check_gradients(given, gradients(given, xp, dlse=dlse, deterministic=deterministic), dlse=dlse)
+        check_gradients(args, gradients(args, xp, dlse=dlse, deterministic=deterministic), dlse=dlse)
 
 
 @pytest.mark.drawn(150)
 def test_forward_agrees_with_float64_on_drawn_problems(seed: int, xp: Any) -> None:
-    given = varlen_arrays(drawn(seed), seed)
-    check(given, *forward(given, xp))
-    check(given, None, lse_of(given, xp))
+    args = varlen_arrays(drawn(seed), seed)
+    check(args, *forward(args, xp))
+    check(args, None, lse_of(args, xp))
 
 
 @pytest.mark.drawn(80)
 def test_gradients_agree_with_float64_on_drawn_problems(seed: int, xp: Any) -> None:
-    given = varlen_arrays(drawn(seed, gradients=True), seed)
-    check_gradients(given, gradients(given, xp, deterministic=seed % 2 == 0))
+    args = varlen_arrays(drawn(seed, gradients=True), seed)
+    check_gradients(args, gradients(args, xp, deterministic=seed % 2 == 0))
 
 
 @pytest.mark.gpu
 @pytest.mark.drawn(150)
 def test_gpu_agrees_with_float64_at_lengths_around_tiles(cupy: Any, seed: int) -> None:
-    given, other = (varlen_arrays(drawn(seed, TILED, KERNEL_DIMS, gradients=grads), seed) for grads in (False, True))
+    args, other = (varlen_arrays(drawn(seed, TILED, KERNEL_DIMS, gradients=grads), seed) for grads in (False, True))
     for kernels in (nullcontext, for_any_gpu):
         with kernels():
-            check(given, *forward(given, cupy))
-            check(given, None, lse_of(given, cupy))
+            check(args, *forward(args, cupy))
+            check(args, None, lse_of(args, cupy))
             check_gradients(other, gradients(other, cupy, deterministic=seed % 2 == 0))
 
 
@@ -152,121 +152,121 @@ def test_gpu_every_length_around_a_tile_has_neighbours(
 ) -> None:
     lengths = (127, 0, 129, 64, 1, 63, 128, 65)
     spare = {"spare_q": lengths[::-1], "spare_k": lengths} if case.used_q else {}
-    given = varlen_arrays(replace(case, queries=lengths, keys=lengths[::-1], dims=(128, 128), dtype=dtype, **spare))
+    args = varlen_arrays(replace(case, queries=lengths, keys=lengths[::-1], dims=(128, 128), dtype=dtype, **spare))
     for kernels in (nullcontext, for_any_gpu):
         with kernels():
-            check(given, *forward(given, cupy))
-            check_gradients(given, gradients(given, cupy, deterministic=deterministic))
+            check(args, *forward(args, cupy))
+            check_gradients(args, gradients(args, cupy, deterministic=deterministic))
 
 
 def test_float64_is_computed_in_float64() -> None:
     for seed in range(20):
-        given = varlen_arrays(replace(drawn(seed), dtype="float64"), seed)
-        check(given, *forward(given, np))
-        given = varlen_arrays(replace(drawn(seed, gradients=True), dtype="float64"), seed)
-        check_gradients(given, gradients(given, np))
+        args = varlen_arrays(replace(drawn(seed), dtype="float64"), seed)
+        check(args, *forward(args, np))
+        args = varlen_arrays(replace(drawn(seed, gradients=True), dtype="float64"), seed)
+        check_gradients(args, gradients(args, np))
 
 
 @each(EVERY_KIND)
 def test_what_no_sequence_uses_changes_nothing_whatever_it_holds(case: Sequences, xp: Any) -> None:
-    given = varlen_arrays(case)
-    assert given.unused("k").any()
-    clean = forward(given.filled(0.0), xp)
+    args = varlen_arrays(case)
+    assert args.unused("k").any()
+    clean = forward(args.filled(0.0), xp)
     for poison in (np.nan, np.inf):
-        assert identical(forward(given.filled(poison), xp), clean)
+        assert identical(forward(args.filled(poison), xp), clean)
     if case.has_gradients:
-        clean = gradients(given.filled(0.0), xp, unused=0.0, deterministic=True)
+        clean = gradients(args.filled(0.0), xp, unused=0.0, deterministic=True)
         for poison in (np.nan, np.inf):
-            assert identical(gradients(given.filled(poison), xp, unused=poison, deterministic=True), clean)
+            assert identical(gradients(args.filled(poison), xp, unused=poison, deterministic=True), clean)
 
 
 @each([PACKED, USED, RECTANGLE, replace(PAGED, used_q=True, spare_q=(1, 2, 0, 3, 0))])
 @pytest.mark.parametrize("layout", ["dense", "heads_first", "gaps", "reversed"])
 def test_an_out_that_is_given_keeps_what_it_holds_in_rows_of_no_sequence(case: Sequences, layout: str, xp: Any) -> None:
-    given = varlen_arrays(case)
-    wanted, wanted_lse = forward(given, xp)
-    (out,) = LAYOUTS[layout](xp.full(wanted.shape, 7.0, wanted.dtype))
-    got, lse = forward(given, xp, out=out)
+    args = varlen_arrays(case)
+    expected, wanted_lse = forward(args, xp)
+    (out,) = LAYOUTS[layout](xp.full(expected.shape, 7.0, expected.dtype))
+    got, lse = forward(args, xp, out=out)
     assert got is out
-    unused = given.unused("q").reshape(wanted.shape[:-2])
+    unused = args.unused("q").reshape(expected.shape[:-2])
     assert unused.any()
     assert bool((host(out)[unused] == 7.0).all())
     if layout == "reversed":  # on Hopper other kernels compute it
         out[xp.asarray(unused)] = 0.0
-        check(given, out, lse)
+        check(args, out, lse)
     else:
-        assert identical([host(out)[~unused]], [host(wanted)[~unused]])
+        assert identical([host(out)[~unused]], [host(expected)[~unused]])
         assert identical([lse], [wanted_lse])
     assert np.isneginf(host(lse).swapaxes(-1, -2)[unused]).all()
 
 
 def test_lse_has_the_axes_of_q_with_the_heads_before_the_rows(xp: Any) -> None:
     for case, shape in ((PACKED, (4, 58)), (RECTANGLE, (3, 4, 9)), (PAGED, (4, 33))):
-        given = varlen_arrays(case)
-        assert forward(given, xp)[1].shape == lse_of(given, xp).shape == shape
+        args = varlen_arrays(case)
+        assert forward(args, xp)[1].shape == lse_of(args, xp).shape == shape
     rng, used = np.random.default_rng(0), xp.asarray(np.array([7], np.int32))
     q, k, v = (rng.standard_normal((n, 1, 16)).astype("f2") for n in (9, 11, 11))
     arrays = [xp.asarray(x) for x in (q, k, v)]
-    wanted = cuflash.forward(arrays[0], arrays[1][:7], arrays[2][:7], causal=True, return_lse=True)
+    expected = cuflash.forward(arrays[0], arrays[1][:7], arrays[2][:7], causal=True, return_lse=True)
     for cut, shape in ((np.s_[:], (1, 9)), (np.s_[:, 0], (9,)), (np.s_[None], (1, 1, 9))):
         out, lse = cuflash.forward(*(x[cut] for x in arrays), causal=True, seqused_k=used, return_lse=True)
         assert (out.shape, lse.shape) == (q[cut].shape, shape)
-        for got, dense in ((out, wanted[0]), (lse, wanted[1])):
+        for got, dense in ((out, expected[0]), (lse, expected[1])):
             np.testing.assert_allclose(host(got).ravel(), host(dense).ravel(), rtol=2e-3, atol=2e-3)
 
 
 @each(CASES)
 def test_each_sequence_gets_what_a_dense_call_of_it_gives(case: Sequences, xp: Any) -> None:
-    given = varlen_arrays(case)
-    out, lse = (host(x) for x in forward(given, xp))
-    if "cu_seqlens_q" in given.varlen_kwargs:
+    args = varlen_arrays(case)
+    out, lse = (host(x) for x in forward(args, xp))
+    if "cu_seqlens_q" in args.varlen_kwargs:
         out, lse = out[None], lse[None]
     lse = lse.swapaxes(1, 2)
-    for queries, keys in zip(given.queries, given.keys, strict=True):
-        arrays = [xp.asarray(x[rows][None]) for x, rows in zip(given[1:4], (queries, keys, keys), strict=True)]
+    for queries, keys in zip(args.queries, args.keys, strict=True):
+        arrays = [xp.asarray(x[rows][None]) for x, rows in zip(args[1:4], (queries, keys, keys), strict=True)]
         dense = [host(x) for x in cuflash.forward(*arrays, return_lse=True, **case.options())]
-        for got, wanted in ((out[queries], dense[0][0]), (lse[queries], dense[1][0].T)):
+        for got, expected in ((out[queries], dense[0][0]), (lse[queries], dense[1][0].T)):
             if xp is np:
-                np.testing.assert_array_equal(got, wanted)
+                np.testing.assert_array_equal(got, expected)
             else:  # other tiles and splits add up in another order
-                exact = wanted.astype("f8")
+                exact = expected.astype("f8")
                 oracle.assert_close("dense", got, exact, exact, ulps=8, unit=4.0)
 
 
 @each([replace(case, heads=heads) for case in (RECTANGLE, CACHE, PAGED) for heads in ((4, 2), (3, 1))])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_arrays_of_any_strides_give_what_dense_ones_give(case: Sequences, layout: str, xp: Any) -> None:
-    given = varlen_arrays(replace(case, dims=(40, 64)))
-    got = forward(given, xp, layout)
-    check(given, *got)
+    args = varlen_arrays(replace(case, dims=(40, 64)))
+    got = forward(args, xp, layout)
+    check(args, *got)
     if xp is np:
-        assert identical(got, forward(given, xp))
+        assert identical(got, forward(args, xp))
 
 
 @each(EVERY_KIND)
 def test_integers_of_any_strides_are_read_where_they_are(case: Sequences, xp: Any) -> None:
-    given = varlen_arrays(case)
+    args = varlen_arrays(case)
     for how in ({"steps": (1, 1, 2, 1), "before": (0, 0, 1, 3)}, {"steps": (1, 1, -1, 2), "before": (0, 0, 0, 1)}):
-        varlen_kwargs = {name: laid_out(xp.asarray(x), fill=FAR, **how) for name, x in given.varlen_kwargs.items()}
-        check(given, *forward(given, xp, **varlen_kwargs))
+        varlen_kwargs = {name: laid_out(xp.asarray(x), fill=FAR, **how) for name, x in args.varlen_kwargs.items()}
+        check(args, *forward(args, xp, **varlen_kwargs))
 
 
 @pytest.mark.parametrize("place_q", ["packed", "rectangle"])
 @pytest.mark.parametrize("place_k", ["packed", "rectangle", "cache", "paged"])
 def test_used_lengths_that_are_negative_or_past_the_end_are_clamped(place_q: str, place_k: str, xp: Any) -> None:
     case = Sequences("clamped", (0, 6, 2), (0, 16, 3), place_q, place_k, True, True, (4, 0, 1), (4, 0, 2), **CAUSAL)
-    given = varlen_arrays(case)
+    args = varlen_arrays(case)
     for low, more in ((-1, 1), (-FAR - 1, FAR - 16)):
-        wild = given.with_varlen(seqused_q=[low, 6 + more, 2], seqused_k=[low, 16 + more, 3])
+        wild = args.with_varlen(seqused_q=[low, 6 + more, 2], seqused_k=[low, 16 + more, 3])
         check(wild, *forward(wild, xp))
         if case.has_gradients:
             check_gradients(wild, gradients(wild, xp, deterministic=True))
 
 
 def test_packed_places_outside_the_arrays_are_clamped(xp: Any) -> None:
-    given = varlen_arrays(Sequences("outside", (0, 5, 7, 0), (4, 0, 8, 0), gaps=(0, 0), **CAUSAL))
+    args = varlen_arrays(Sequences("outside", (0, 5, 7, 0), (4, 0, 8, 0), gaps=(0, 0), **CAUSAL))
     for low, high in ((-3, 1), (-FAR - 1, FAR - 12)):
-        wild = given.with_varlen(cu_seqlens_q=[low, low, 5, 12 + high, 12 + high], cu_seqlens_k=[low, 4, 4, 12, FAR])
+        wild = args.with_varlen(cu_seqlens_q=[low, low, 5, 12 + high, 12 + high], cu_seqlens_k=[low, 4, 4, 12, FAR])
         check(wild, *forward(wild, xp))
         check_gradients(wild, gradients(wild, xp, deterministic=True))
 
@@ -274,20 +274,20 @@ def test_packed_places_outside_the_arrays_are_clamped(xp: Any) -> None:
 @pytest.mark.drawn(60)
 def test_whatever_the_integers_say_nothing_outside_the_arrays_is_read_or_written(seed: int, xp: Any) -> None:
     has_gradients = seed % 3 == 0
-    given = varlen_arrays(drawn(seed, gradients=has_gradients), seed).filled(0.5)
+    args = varlen_arrays(drawn(seed, gradients=has_gradients), seed).filled(0.5)
     rng = np.random.default_rng(seed)
     kinds = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
-    wild = given.with_varlen(**{name: rng.choice(kinds, x.shape) for name, x in given.varlen_kwargs.items()})
+    wild = args.with_varlen(**{name: rng.choice(kinds, x.shape) for name, x in args.varlen_kwargs.items()})
     arguments = wild.arguments(xp, "heads_first")  # NaN surrounds the arrays
-    shape = (*arguments["q"].shape[:-1], given.sequences.dims[1])
+    shape = (*arguments["q"].shape[:-1], args.sequences.dims[1])
     memory = xp.full(np.prod(shape, dtype=int) + 2048, 7.0, arguments["q"].dtype)
-    kept = [x.tobytes() for x in (*wild[1:4], *wild.varlen_kwargs.values())]
+    before = [x.tobytes() for x in (*wild[1:4], *wild.varlen_kwargs.values())]
     cuflash.forward(**arguments, out=memory[1024:-1024].reshape(shape))
     assert np.isfinite(host(memory).astype("f4")).all()
     assert bool((memory[:1024] == 7.0).all() & (memory[-1024:] == 7.0).all())
     assert [
         np.ascontiguousarray(host(arguments[name])).tobytes() for name in ("q", "k", "v", *wild.varlen_kwargs)
-    ] == kept
+    ] == before
     if has_gradients:  # of sequences that share rows they are undefined
         shapes = [x.shape for x in gradients(wild, xp, unused=0.0)]
         assert shapes == [arguments[name].shape for name in "qkv"]
@@ -301,26 +301,26 @@ def test_a_page_that_is_not_there_hides_its_own_keys_and_moves_no_others(
 ) -> None:
     case = replace(PAGED, causal=False, page_size=page_size, dtype=dtype)
     for seed in range(3):
-        given = varlen_arrays(replace(case, **mask), seed).without_pages(seed)
-        assert not all(there.all() for there in given.there)
-        check(given, *forward(given, xp))
-        check(given, None, lse_of(given, xp))
+        args = varlen_arrays(replace(case, **mask), seed).without_pages(seed)
+        assert not all(there.all() for there in args.there)
+        check(args, *forward(args, xp))
+        check(args, None, lse_of(args, xp))
 
 
 def test_of_a_pool_without_pages_nothing_is_seen(xp: Any) -> None:
-    given = varlen_arrays(PAGED)
-    given = given._replace(k=given.k[:0], v=given.v[:0])
-    out, lse = (host(x) for x in forward(given, xp))
+    args = varlen_arrays(PAGED)
+    args = args._replace(k=args.k[:0], v=args.v[:0])
+    out, lse = (host(x) for x in forward(args, xp))
     assert not out.any()
     assert np.isneginf(lse).all()
 
 
 def test_a_row_of_the_cache_that_is_not_there_hides_its_keys_from_its_own_sequence_alone(xp: Any) -> None:
-    given = varlen_arrays(CACHE)
-    rows = given.varlen_kwargs["cache_batch_idx"]
-    for wrong in (-1, len(given.k), FAR, -FAR - 1):
-        there = [np.full(12, False), given.there[1], given.there[2], given.there[3]]
-        wild = given.with_varlen(cache_batch_idx=[wrong, *rows[1:]])._replace(there=there)
+    args = varlen_arrays(CACHE)
+    rows = args.varlen_kwargs["cache_batch_idx"]
+    for wrong in (-1, len(args.k), FAR, -FAR - 1):
+        there = [np.full(12, False), args.there[1], args.there[2], args.there[3]]
+        wild = args.with_varlen(cache_batch_idx=[wrong, *rows[1:]])._replace(there=there)
         out, lse = forward(wild, xp)
         assert not host(out)[0].any()
         assert np.isneginf(host(lse)[0]).all()
@@ -338,9 +338,9 @@ BOUNDED = [
 @each(BOUNDED)
 def test_rows_past_a_bound_that_is_too_small_count_as_unused(case: Sequences, xp: Any) -> None:
     for is_causal in (False, True):
-        given = varlen_arrays(replace(case, bounded=True, causal=is_causal))
+        args = varlen_arrays(replace(case, bounded=True, causal=is_causal))
         for name in ("seqused_q", "seqused_k"):
-            only = given.with_varlen(**{name: None})  # the bound alone tells how many are used
+            only = args.with_varlen(**{name: None})  # the bound alone tells how many are used
             check(only, *forward(only, xp))
             if case.has_gradients:
                 check_gradients(only, gradients(only, xp, deterministic=True))
@@ -353,15 +353,15 @@ def test_rows_past_a_bound_that_is_too_small_count_as_unused(case: Sequences, xp
     Sequences("packed", (2, 17, 0, 3), (300, 129, 0, 5), softcap=4.0, dtype="bfloat16"),
 ])  # fmt: skip
 def test_keys_in_splits_give_the_same_numbers(case: Sequences, more: dict[str, Any], xp: Any) -> None:
-    given = varlen_arrays(case)
-    check(given, *forward(given, xp, **more))
-    check(given, None, lse_of(given, xp, **more))
+    args = varlen_arrays(case)
+    check(args, *forward(args, xp, **more))
+    check(args, None, lse_of(args, xp, **more))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_out_dtype_keeps_what_16_bits_would_round(dtype: str, xp: Any) -> None:
-    given = varlen_arrays(replace(PAGED, dtype=dtype)).without_pages(0)
-    wide, narrow = (forward(given, xp, out_dtype=name)[0] for name in ("float32", None))
+    args = varlen_arrays(replace(PAGED, dtype=dtype)).without_pages(0)
+    wide, narrow = (forward(args, xp, out_dtype=name)[0] for name in ("float32", None))
     assert (wide.dtype, narrow.dtype) == (np.float32, numpy_dtype(dtype))
     assert bool((wide.astype(narrow.dtype) == narrow).all())
     assert bool((wide != narrow.astype(np.float32)).any())
@@ -382,15 +382,15 @@ def test_gpu_arrays_of_other_libraries_give_the_same(cupy: Any, case: Sequences,
 
 def same_as_in(make: Any, xp: Any, case: Sequences) -> None:
     for dtype in ("bfloat16", "float32"):
-        given = varlen_arrays(replace(case, dtype=dtype))
-        ours = given.arguments(xp)
-        out, lse = wanted = forward(given, xp)
+        args = varlen_arrays(replace(case, dtype=dtype))
+        ours = args.arguments(xp)
+        out, lse = expected = forward(args, xp)
         theirs = {name: make(host(x)) if isinstance(x, xp.ndarray) else x for name, x in ours.items()}
         got = cuflash.forward(**theirs, return_lse=True)
         assert all(type(x) is type(theirs["q"]) for x in got)
-        assert identical(map(as_numpy, got), map(as_numpy, wanted))
+        assert identical(map(as_numpy, got), map(as_numpy, expected))
         if case.has_gradients:
-            state = host(upstream(given)[0]).reshape(out.shape), host(out), host(lse)
+            state = host(upstream(args)[0]).reshape(out.shape), host(out), host(lse)
             results = [
                 cuflash.backward(dout, out=out, lse=lse, deterministic=True, **arguments)
                 for (dout, out, lse), arguments in ((map(xp.asarray, state), ours), (map(make, state), theirs))

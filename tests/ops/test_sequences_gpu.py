@@ -42,27 +42,27 @@ DIMS = [(64, 64), (40, 56), (96, 96), (128, 128), (192, 128), (192, 64), (192, 1
 def test_gradients_agree_with_float64_at_several_tiles(
     cupy: Any, dims: tuple[int, int], case: Sequences, deterministic: bool
 ) -> None:
-    given = varlen_arrays(replace(case, dims=dims))
+    args = varlen_arrays(replace(case, dims=dims))
     # One key block of a thread block, and as many as its tile says.
     for waves in (plan_backward.SHORT_WAVES, 0):
         with planned_with(plan_backward, SHORT_WAVES=waves):
-            found = gradients(given, cupy, deterministic=deterministic)
-            check_gradients(given, found)
+            results = gradients(args, cupy, deterministic=deterministic)
+            check_gradients(args, results)
             if deterministic:
-                assert identical(gradients(given, cupy, deterministic=True), found)
+                assert identical(gradients(args, cupy, deterministic=True), results)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 def test_gradients_end_where_cu_seqlens_fall(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
-    given = varlen_arrays(replace(PACKED, dims=dims)).filled(0.5)
-    rows_q, rows_k = (given.varlen_kwargs[f"cu_seqlens_{side}"][-1] for side in "qk")
+    args = varlen_arrays(replace(PACKED, dims=dims)).filled(0.5)
+    rows_q, rows_k = (args.varlen_kwargs[f"cu_seqlens_{side}"][-1] for side in "qk")
     for more in (
         {"cu_seqlens_q": [0, rows_q, 0, rows_q, 0, rows_q]},
         {"cu_seqlens_k": [0, rows_k, 0, rows_k, 9, rows_k]},
         {"cu_seqlens_q": [rows_q, 0, rows_q, 5, 300, 0], "cu_seqlens_k": [rows_k, 5, rows_k, 0, 200, 9]},
     ):
-        wild = given.with_varlen(**more)
+        wild = args.with_varlen(**more)
         assert [x.shape for x in gradients(wild, cupy, deterministic=deterministic, unused=0.0)]
 
 
@@ -82,10 +82,10 @@ def test_forward_agrees_with_float64_where_sequences_are_many_or_of_unequal_leng
 ) -> None:
     lengths, heads = UNEQUAL[unequal]
     case = Sequences(unequal, lengths, lengths, heads=heads, dims=dims, dtype="bfloat16", causal=causal)
-    given = varlen_arrays(case)
-    arguments = given.arguments(cupy)
+    args = varlen_arrays(case)
+    arguments = args.arguments(cupy)
     results = cuflash.forward(**arguments, return_lse=True)
-    check(given, *results)
+    check(args, *results)
     assert identical(cuflash.forward(**arguments, return_lse=True), results)
     del arguments["v"]
-    check(given, None, cuflash.lse(**arguments))
+    check(args, None, cuflash.lse(**arguments))

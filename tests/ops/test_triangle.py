@@ -13,7 +13,7 @@ import cuflash
 SHAPE = ROWS, HEADS, SEQLEN, DIM = 3, 4, 10, 8
 
 
-def given(batch: int) -> tuple[Any, ...]:
+def inputs(batch: int) -> tuple[Any, ...]:
     random = np.random.default_rng(4)
     shape = (batch, *SHAPE)
     q, k, v = (random.standard_normal(shape).astype("f4") for _ in range(3))
@@ -34,22 +34,22 @@ def whole(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
 def test_rows_share_the_bias(library: str, batch: int) -> None:
-    def of(x: Any) -> Any:
+    def convert(x: Any) -> Any:
         return x if library == "numpy" else torch_of(x, "cpu") if library == "torch" else jax_of(x, "cpu")
 
-    arrays = given(batch)
-    out = cuflash.triangle_attention(*map(of, arrays))
-    assert type(out) is type(of(arrays[0]))
+    arrays = inputs(batch)
+    out = cuflash.triangle_attention(*map(convert, arrays))
+    assert type(out) is type(convert(arrays[0]))
     np.testing.assert_allclose(np.asarray(out), whole(*arrays), rtol=1e-4, atol=1e-5)
     every = np.ones_like(arrays[4])
-    out = cuflash.triangle_attention(*map(of, arrays[:4]), softmax_scale=DIM**-0.5)
+    out = cuflash.triangle_attention(*map(convert, arrays[:4]), softmax_scale=DIM**-0.5)
     np.testing.assert_allclose(np.asarray(out), whole(*arrays[:4], every), rtol=1e-4, atol=1e-5)
 
 
 def slopes(arrays: tuple[Any, ...], dout: Any) -> list[Any]:
     """Gradients of q, k, v and bias by finite differences, at three places of each."""
     whole_arrays = [x.astype("f8") if x.dtype == np.float32 else x for x in arrays]
-    found = []
+    results = []
     for x in whole_arrays[:4]:
         of_x = []
         for place in (0, x.size // 2, x.size - 1):
@@ -59,14 +59,14 @@ def slopes(arrays: tuple[Any, ...], dout: Any) -> list[Any]:
                 ends.append((whole(*whole_arrays) * dout).sum())
             flat[place] = before
             of_x.append((ends[0] - ends[1]) / 2e-5)
-        found.append(of_x)
-    return found
+        results.append(of_x)
+    return results
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_doors_to_frameworks_have_gradients(library: str, batch: int) -> None:
-    arrays = given(batch)
+    arrays = inputs(batch)
     dout = np.random.default_rng(5).standard_normal(arrays[0].shape).astype("f4")
     if library == "torch":
         torch = pytest.importorskip("torch")
@@ -75,7 +75,7 @@ def test_doors_to_frameworks_have_gradients(library: str, batch: int) -> None:
         tensors = [torch_of(x, "cpu") for x in arrays]
         leaves = [x.requires_grad_() for x in tensors[:4]]
         out = triangle_attention(*leaves, tensors[4])
-        found = torch.autograd.grad(out, leaves, torch_of(dout, "cpu"))
+        gradients = torch.autograd.grad(out, leaves, torch_of(dout, "cpu"))
         out = out.detach()
     else:
         jax = pytest.importorskip("jax")
@@ -84,15 +84,15 @@ def test_doors_to_frameworks_have_gradients(library: str, batch: int) -> None:
         mask = jax_of(arrays[4], "cpu")
         attend = jax.jit(lambda *x: triangle_attention(*x, mask))
         out, pull = jax.vjp(attend, *(jax_of(x, "cpu") for x in arrays[:4]))
-        found = pull(jax_of(dout, "cpu"))
+        gradients = pull(jax_of(dout, "cpu"))
     np.testing.assert_allclose(np.asarray(out), whole(*arrays), rtol=1e-4, atol=1e-5)
-    for x, wanted in zip(found, slopes(arrays, dout), strict=True):
+    for x, expected in zip(gradients, slopes(arrays, dout), strict=True):
         got = np.asarray(x).reshape(-1)
-        np.testing.assert_allclose(got[[0, got.size // 2, -1]], wanted, rtol=2e-3, atol=2e-4)
+        np.testing.assert_allclose(got[[0, got.size // 2, -1]], expected, rtol=2e-3, atol=2e-4)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    q, k, v, bias, mask = given(2)
+    q, k, v, bias, mask = inputs(2)
     with pytest.raises(cuflash.ProblemError, match=r"q has shape .*; give \(batch, rows, heads, seqlen, head_dim\)"):
         cuflash.triangle_attention(q[0], k, v, bias)
     with pytest.raises(cuflash.ProblemError, match=r"bias has shape \(1, 4, 10, 10\); q and k need \(2, 4, 10, 10\)"):

@@ -16,7 +16,7 @@ from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.checks import MAX_SEQLEN
 from cuflash.problem.operands import APPEND_KV
 from cuflash.problem.options import Options
-from cuflash.problem.problem import Problem
+from cuflash.problem.problem import LENGTHS, Problem
 from cuflash.testing.appends import Arguments, drawn, expected, in_library
 from cuflash.testing.layouts import identical
 
@@ -180,10 +180,10 @@ def test_tensors_that_require_grad_and_lazily_negated_caches_are_refused() -> No
 
 def test_two_caches_may_lie_between_each_other() -> None:
     call = drawn(dims=(8, 8))
-    wanted = expected(call)
+    expected_results = expected(call)
     both = np.concatenate([call["k_cache"], call["v_cache"]], axis=-1)
     cuflash.append_kv(both[..., :8], both[..., 8:], *(call[name] for name in ("k", "v", "seqused_k")))
-    assert identical([np.ascontiguousarray(both[..., :8]), np.ascontiguousarray(both[..., 8:])], wanted)
+    assert identical([np.ascontiguousarray(both[..., :8]), np.ascontiguousarray(both[..., 8:])], expected_results)
 
 
 def specs_of(call: Arguments) -> dict[str, ArraySpec | None]:
@@ -199,21 +199,21 @@ def specs_of(call: Arguments) -> dict[str, ArraySpec | None]:
 def test_positions_stay_within_32_bits(name: str, shape: tuple[int, ...], seqlen: int) -> None:
     specs: Any = specs_of(packed({}))
     specs[name] = ArraySpec.contiguous(shape, specs[name].dtype)
-    of = "k_cache" if name == "page_table" else name
-    with pytest.raises(ProblemError, match=f"{of} has seqlen {seqlen}, over the limit of {MAX_SEQLEN}"):
+    operand = "k_cache" if name == "page_table" else name
+    with pytest.raises(ProblemError, match=f"{operand} has seqlen {seqlen}, over the limit of {MAX_SEQLEN}"):
         Problem.from_specs(APPEND_KV, list(specs.values()), Options())
 
 
 def test_the_problem_tells_lengths_and_results() -> None:
     specs = specs_of(packed({}))
-    of = Problem.from_specs(APPEND_KV, list(specs.values()), Options(q_same_position=True))
-    assert (of.batch, of.seqlen_q, of.seqlen_k, of.heads_q, of.heads_kv, of.head_dim, of.head_dim_v) == (
-        3, 15, 15, 4, 2, 16, 8)  # fmt: skip
-    assert of.outputs == (((15, 4, 16), "float32"),)
-    assert (of.flops, of.options.q_same_position) == (0, True)
-    assert of.spec("q").shape == of.spec("q_out").shape == (1, 15, 4, 16)
-    assert of.seqlen_info is not None
-    assert of.seqlen_info[:4] == (1, 15, 1, 15)
-    of = Problem.from_specs(APPEND_KV, list((specs | {"q": None, "cu_seqlens_q": None}).values()), Options())
-    assert (of.outputs, of.heads_q, of.seqlen_q) == ((), 0, 0)
-    hash(of)
+    problem = Problem.from_specs(APPEND_KV, list(specs.values()), Options(q_same_position=True))
+    assert problem[1:8] == (3, 15, 15, 4, 2, 16, 8)
+    assert Problem._fields[1:8] == LENGTHS
+    assert problem.outputs == (((15, 4, 16), "float32"),)
+    assert (problem.flops, problem.options.q_same_position) == (0, True)
+    assert problem.spec("q").shape == problem.spec("q_out").shape == (1, 15, 4, 16)
+    assert problem.seqlen_info is not None
+    assert problem.seqlen_info[:4] == (1, 15, 1, 15)
+    problem = Problem.from_specs(APPEND_KV, list((specs | {"q": None, "cu_seqlens_q": None}).values()), Options())
+    assert (problem.outputs, problem.heads_q, problem.seqlen_q) == ((), 0, 0)
+    hash(problem)

@@ -101,30 +101,30 @@ CASE = Case("bad", 1, 40, 50, 2, 1, 64, 64, "float16", causal=True)
 
 
 def test_the_next_call_after_an_error_works(xp: Any) -> None:
-    made = backward_args(CASE, xp)
-    wanted = backward(CASE, made, deterministic=True)
-    for name, x in zip(made._fields, made, strict=True):
+    args = backward_args(CASE, xp)
+    expected = backward(CASE, args, deterministic=True)
+    for name, x in zip(args._fields, args, strict=True):
         with pytest.raises(ProblemError, match=f"{name} has"):
-            backward(CASE, made._replace(**{name: x[:, :1, :, None]}))
+            backward(CASE, args._replace(**{name: x[:, :1, :, None]}))
     with pytest.raises(ProblemError, match="softcap"):
-        cuflash.backward(*made[:6], softcap=-1.0)
-    assert identical(backward(CASE, made, deterministic=True), wanted)
+        cuflash.backward(*args[:6], softcap=-1.0)
+    assert identical(backward(CASE, args, deterministic=True), expected)
 
 
 def test_what_equals_a_legal_argument_of_an_earlier_call_is_still_refused(xp: Any) -> None:
-    made = backward_args(CASE, xp)
-    backward(CASE, made, deterministic=True)
+    args = backward_args(CASE, xp)
+    backward(CASE, args, deterministic=True)
     with pytest.raises(ProblemError, match="deterministic=1 is a int"):
-        backward(CASE, made, deterministic=1)
+        backward(CASE, args, deterministic=1)
     with pytest.raises(ProblemError, match="causal=1 is a int"):
-        cuflash.backward(*made[:6], dlse=made.dlse, causal=1, deterministic=True)
+        cuflash.backward(*args[:6], dlse=args.dlse, causal=1, deterministic=True)
     with pytest.raises(ProblemError, match="softmax_scale=True is a bool"):
-        cuflash.backward(*made[:6], dlse=made.dlse, causal=True, softmax_scale=True)
+        cuflash.backward(*args[:6], dlse=args.dlse, causal=True, softmax_scale=True)
     for legal, equal in (({"softcap": 1.0}, {"softcap": True}), ({"diagonal_offset": 1}, {"diagonal_offset": 1.0}),
                          ({"window_size": (1, 0)}, {"window_size": (1.0, False)})):  # fmt: skip
-        cuflash.backward(*made[:6], **legal)
+        cuflash.backward(*args[:6], **legal)
         with pytest.raises(ProblemError, match=f"{next(iter(equal))}.* is a (bool|float)"):
-            cuflash.backward(*made[:6], **equal)
+            cuflash.backward(*args[:6], **equal)
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -19,26 +19,26 @@ OP = block_mask_op(make_mod_spec(None, trace(causal, "mask_mod")), Sizes(2, 3, 1
 LIKE = ArraySpec.contiguous((7,), "int64")
 
 
-def of(**specs: ArraySpec) -> Problem:
+def problem_of(**specs: ArraySpec) -> Problem:
     return Problem.from_specs(OP, [LIKE if name == "like" else specs.get(name) for name in OP.names], Options())
 
 
 def test_a_block_mask_is_a_problem_without_head_dims() -> None:
-    found = of()
-    assert (found.batch, found.heads_q, found.heads_kv, found.seqlen_q, found.seqlen_k) == (2, 3, 3, 130, 65)
-    assert found.mask.is_full
-    assert found.seqlen_info is None
-    assert found.outputs == (((2, 3, 3, 2), "int8"),)
+    result = problem_of()
+    assert (result.batch, result.heads_q, result.heads_kv, result.seqlen_q, result.seqlen_k) == (2, 3, 3, 130, 65)
+    assert result.mask.is_full
+    assert result.seqlen_info is None
+    assert result.outputs == (((2, 3, 3, 2), "int8"),)
 
 
 def test_packed_sequences_may_lie_in_any_number_of_rows() -> None:
     bounds, used = ArraySpec.contiguous((3,), "int32"), ArraySpec.contiguous((2,), "int32")
-    lengths = of(cu_seqlens_q=bounds, seqused_k=used).seqlen_info
+    lengths = problem_of(cu_seqlens_q=bounds, seqused_k=used).seqlen_info
     assert lengths is not None
     assert (lengths.is_packed_q, lengths.is_packed_k) == (True, False)
     assert (lengths.rows_q, lengths.batch_k, lengths.rows_k) == (MAX_SEQLEN, 2, 65)
     with pytest.raises(ProblemError, match="seqused_k has shape"):
-        of(seqused_k=bounds)
+        problem_of(seqused_k=bounds)
 
 
 def test_lengths_are_integers_that_fit() -> None:

@@ -58,11 +58,11 @@ def hull(flags: np.ndarray[Any, Any]) -> tuple[int, int]:
 @given(length, length, arguments)
 def test_predicate_is_the_contract(seqlen_q: int, seqlen_k: int, given_arguments: dict[str, Any]) -> None:
     mask = Mask.from_options(seqlen_q, seqlen_k, **given_arguments)
-    wanted = visible_by_contract(seqlen_q, seqlen_k, **given_arguments)
-    np.testing.assert_array_equal(predicate(mask), wanted)
-    assert mask.num_visible() == wanted.sum()
+    expected = visible_by_contract(seqlen_q, seqlen_k, **given_arguments)
+    np.testing.assert_array_equal(predicate(mask), expected)
+    assert mask.num_visible() == expected.sum()
     if mask.is_full:
-        assert wanted.all()
+        assert expected.all()
 
 
 @SETTINGS

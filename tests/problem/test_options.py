@@ -23,8 +23,8 @@ def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str)
     keywords = {"forward": {"return_lse", "out"}, "lse": set(), "backward": of_backward}[op]
     keywords |= {operand.name for operand in VARLEN_OPS[op].inputs if operand.dtype == INTEGERS}
     keywords |= {"score_mod", "mask_mod", "block_mask", "bias", "sinks"} | ({"dropout_seed"} if op != "lse" else set())
-    found = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
-    assert found == set(names(op)) | keywords
+    keyword_only = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
+    assert keyword_only == set(names(op)) | keywords
     assert {name: signature[name].default for name in names(op)} == {name: DEFAULTS[name] for name in names(op)}
     assert set(names(op)) <= set(inspect.signature(cuflash.plan).parameters)
 
@@ -45,9 +45,10 @@ def test_equal_numbers_of_other_types_are_other_keys() -> None:
     assert Options(window_size=(1, 2)).key() != Options(window_size=(True, 2)).key()
     assert Options(window_size=[1, 2]).key() == Options(window_size=[1, 2]).key()  # type: ignore[arg-type]
     hash(Options(window_size=[1, 2]).key())  # type: ignore[arg-type]
-    made = [Options(window_size=window, max_seqlen_q=one) for one in (1, True, 1.0) for window in ((1, 2), (1, True))]
-    assert len({options.key() for options in made}) == 6
-    assert len({options_key(**options._asdict()) for options in made}) == 6
+    windows, bounds = ((1, 2), (1, True)), (1, True, 1.0)
+    variants = [Options(window_size=window, max_seqlen_q=bound) for bound in bounds for window in windows]
+    assert len({options.key() for options in variants}) == 6
+    assert len({options_key(**options._asdict()) for options in variants}) == 6
 
 
 def test_equal_arguments_are_one_key_and_each_key_has_its_options() -> None:

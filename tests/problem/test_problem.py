@@ -24,9 +24,9 @@ def problem(*shapes: tuple[int, ...], dtype: str = "float16", **arguments: Any) 
     return Problem.from_specs(OPS["forward" if len(specs) == 3 else "lse"], specs, Options(**arguments))
 
 
-def shapes_of(made: Problem) -> list[tuple[int, ...]]:
+def shapes_of(result: Problem) -> list[tuple[int, ...]]:
     """The shapes of a problem's results."""
-    return [shape for shape, _ in made.outputs]
+    return [shape for shape, _ in result.outputs]
 
 
 SHAPES = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6))
@@ -65,45 +65,45 @@ def test_an_array_is_told_in_words() -> None:
 )
 def test_results_have_the_rank_of_q(rank: int, out: tuple[int, ...], lse: tuple[int, ...]) -> None:
     shapes = [{2: (n, d), 3: (n, 1, d), 4: (1, n, 1, d)}[rank] for n, d in ((5, 8), (7, 8), (7, 6))]
-    made = problem(*shapes)
-    assert shapes_of(made) == [out, lse]
-    assert (made.batch, made.seqlen_q, made.seqlen_k, made.heads_q, made.heads_kv) == (1, 5, 7, 1, 1)
-    assert (made.head_dim, made.head_dim_v) == (8, 6)
+    result = problem(*shapes)
+    assert shapes_of(result) == [out, lse]
+    assert (result.batch, result.seqlen_q, result.seqlen_k, result.heads_q, result.heads_kv) == (1, 5, 7, 1, 1)
+    assert (result.head_dim, result.head_dim_v) == (8, 6)
     assert shapes_of(problem(*shapes[:2])) == [lse]
 
 
 def test_every_fact_of_the_arrays_is_kept() -> None:
     q = ArraySpec((2, 5, 4, 8), (999, 160, 9, 1), "bfloat16", "cuda:3", "torch")
     k, v = (ArraySpec.contiguous(shape, "bfloat16", "cuda:3", "torch") for shape in SHAPES[1:])
-    made = Problem.from_specs(OPS["forward"], [q, k, v], Options())
-    assert (made.batch, made.seqlen_q, made.seqlen_k, made.heads_q, made.heads_kv) == (2, 5, 7, 4, 2)
-    assert (made.dtype, made.device, made.library, made.ordinal) == ("bfloat16", "cuda:3", "torch", 3)
-    assert made.specs[:3] == (q, k, v)
-    assert shapes_of(made) == [(2, 5, 4, 6), (2, 4, 5)]
+    result = Problem.from_specs(OPS["forward"], [q, k, v], Options())
+    assert (result.batch, result.seqlen_q, result.seqlen_k, result.heads_q, result.heads_kv) == (2, 5, 7, 4, 2)
+    assert (result.dtype, result.device, result.library, result.ordinal) == ("bfloat16", "cuda:3", "torch", 3)
+    assert result.specs[:3] == (q, k, v)
+    assert shapes_of(result) == [(2, 5, 4, 6), (2, 4, 5)]
 
 
 def test_defaults_are_those_of_the_contract() -> None:
-    made = problem(*SHAPES)
-    assert made.softmax_scale == 1 / math.sqrt(8)
-    assert (made.options.softcap, made.options.algorithm, made.out_dtype) == (0.0, "flash2", "float16")
-    assert made.ordinal is None
-    assert made.mask.is_full
-    assert made == problem(*SHAPES, **Options()._asdict())
-    assert hash(made) == hash(problem(*SHAPES))
+    result = problem(*SHAPES)
+    assert result.softmax_scale == 1 / math.sqrt(8)
+    assert (result.options.softcap, result.options.algorithm, result.out_dtype) == (0.0, "flash2", "float16")
+    assert result.ordinal is None
+    assert result.mask.is_full
+    assert result == problem(*SHAPES, **Options()._asdict())
+    assert hash(result) == hash(problem(*SHAPES))
 
 
 def test_lse_problems_have_no_v() -> None:
-    made = problem(*SHAPES[:2])
-    assert made.head_dim_v == 0
-    assert made.flops == 2 * 2 * 4 * 5 * 7 * 8
+    result = problem(*SHAPES[:2])
+    assert result.head_dim_v == 0
+    assert result.flops == 2 * 2 * 4 * 5 * 7 * 8
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_flops_count_the_visible_pairs(case: Case) -> None:
-    made = case.problem()
+    result = case.problem()
     rows, keys = np.arange(case.seqlen_q), np.arange(case.seqlen_k)
-    pairs = int(np.count_nonzero(made.mask.visible(rows, keys)))
-    assert made.flops == 2 * pairs * case.batch * case.heads_q * (case.head_dim + case.head_dim_v)
+    pairs = int(np.count_nonzero(result.mask.visible(rows, keys)))
+    assert result.flops == 2 * pairs * case.batch * case.heads_q * (case.head_dim + case.head_dim_v)
 
 
 def test_masks_that_hide_the_same_keys_make_the_same_problem() -> None:
@@ -114,25 +114,25 @@ def test_masks_that_hide_the_same_keys_make_the_same_problem() -> None:
 
 @pytest.mark.parametrize("scale", [1, 0.25, np.float32(0.5), np.float64(2.0), np.int64(3)])
 def test_any_real_number_is_a_scale(scale: Any) -> None:
-    made = problem(*SHAPES, softmax_scale=scale, softcap=scale)
-    assert made.softmax_scale == made.options.softcap == float(scale)
-    assert type(made.softmax_scale) is float
+    result = problem(*SHAPES, softmax_scale=scale, softcap=scale)
+    assert result.softmax_scale == result.options.softcap == float(scale)
+    assert type(result.softmax_scale) is float
 
 
 @pytest.mark.parametrize("long", ["q", "k"])
 def test_lengths_over_the_limit_of_the_kernels_are_refused(long: str) -> None:
-    def of(length: int) -> Problem:
+    def problem_of_length(length: int) -> Problem:
         n, m = (length, 7) if long == "q" else (5, length)
         return problem((1, n, 1, 8), (1, m, 1, 8), (1, m, 1, 8))
 
-    assert shapes_of(of(MAX_SEQLEN))[1][-1] in (MAX_SEQLEN, 5)
+    assert shapes_of(problem_of_length(MAX_SEQLEN))[1][-1] in (MAX_SEQLEN, 5)
     with pytest.raises(ProblemError, match=f"seqlen {MAX_SEQLEN + 1} is over the limit of {MAX_SEQLEN}"):
-        of(MAX_SEQLEN + 1)
+        problem_of_length(MAX_SEQLEN + 1)
 
 
 def test_index_arithmetic_of_the_kernels_fits_32_bits_at_the_limit() -> None:
-    made = problem((1, MAX_SEQLEN, 1, 8), (1, MAX_SEQLEN, 1, 8), causal=True, diagonal_offset=10**12)
-    for mask in (made.mask, problem((1, MAX_SEQLEN, 1, 8), (1, MAX_SEQLEN, 1, 8), window_size=(0, 0)).mask):
+    result = problem((1, MAX_SEQLEN, 1, 8), (1, MAX_SEQLEN, 1, 8), causal=True, diagonal_offset=10**12)
+    for mask in (result.mask, problem((1, MAX_SEQLEN, 1, 8), (1, MAX_SEQLEN, 1, 8), window_size=(0, 0)).mask):
         for bound in (mask.lo, mask.hi):
             for row in (0, MAX_SEQLEN + 4095):
                 assert -(2**31) <= row + bound < 2**31
@@ -177,9 +177,9 @@ def states(outs: list[ArraySpec], lses: list[ArraySpec]) -> Problem:
 def test_states_of_every_rank_are_legal(shape: tuple[int, ...]) -> None:
     lse = {2: (5,), 3: (4, 5), 4: (2, 4, 5)}[len(shape)]
     outs = [ArraySpec.contiguous(shape, "float16")] * 3
-    made = states(outs, [ArraySpec.contiguous(lse, "float32")] * 3)
-    assert (made.batch, made.seqlen_q, made.heads_q, made.head_dim_v) == outs[0].as_4d().shape
-    assert list(made.outputs) == [(shape, "float16"), (lse, "float32")]
+    result = states(outs, [ArraySpec.contiguous(lse, "float32")] * 3)
+    assert (result.batch, result.seqlen_q, result.heads_q, result.head_dim_v) == outs[0].as_4d().shape
+    assert list(result.outputs) == [(shape, "float16"), (lse, "float32")]
     with pytest.raises(ProblemError, match=r"lses\[0\]"):
         states(outs, [ArraySpec.contiguous((*lse, 1), "float32")] * 3)
 

@@ -41,8 +41,8 @@ def refused(kind: str, *table: tuple[str, dict[str, Any], tuple[str, ...]]) -> A
 
     def call(changes: dict[str, Any]) -> dict[str, Any]:
         shapes = {name: x for name, x in changes.items() if isinstance(x, tuple)}
-        given = arrays(LEGAL[kind] | shapes) | {name: x for name, x in changes.items() if name not in shapes}
-        return {name: x for name, x in given.items() if x is not None or name not in VARLEN_ARGS}
+        arguments = arrays(LEGAL[kind] | shapes) | {name: x for name, x in changes.items() if name not in shapes}
+        return {name: x for name, x in arguments.items() if x is not None or name not in VARLEN_ARGS}
 
     return rows(call, *((f"{kind}_{name}", changes, words) for name, changes, words in table))
 
@@ -154,33 +154,35 @@ def test_lse_refuses_the_same_of_what_it_takes(row: Row) -> None:
 
 @pytest.mark.parametrize("kind", LEGAL)
 def test_the_calls_that_the_rows_spoil_are_legal(kind: str) -> None:
-    given = arrays(LEGAL[kind])
-    out, lse = cuflash.forward(**given, return_lse=True, max_seqlen_q=5, max_seqlen_k=7, num_splits=2, split_size=256)
-    assert out.shape == (*given["q"].shape[:-1], 6)
-    assert lse.shape == ((4, 5) if given["q"].ndim == 3 else (2, 4, 5))
-    assert cuflash.lse(**{name: x for name, x in given.items() if name != "v"}).shape == lse.shape
+    arguments = arrays(LEGAL[kind])
+    bounds = {"max_seqlen_q": 5, "max_seqlen_k": 7}
+    out, lse = cuflash.forward(**arguments, return_lse=True, num_splits=2, split_size=256, **bounds)
+    assert out.shape == (*arguments["q"].shape[:-1], 6)
+    assert lse.shape == ((4, 5) if arguments["q"].ndim == 3 else (2, 4, 5))
+    assert cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"}).shape == lse.shape
     cuflash.forward(**forward_with({"num_splits": 3, "split_size": 128}))  # a dense call takes these, too
     if kind not in ("cached", "paged"):
-        gradients = cuflash.backward(out, out=out, lse=lse, **given)
-        assert [x.shape for x in gradients] == [given[name].shape for name in "qkv"]
+        gradients = cuflash.backward(out, out=out, lse=lse, **arguments)
+        assert [x.shape for x in gradients] == [arguments[name].shape for name in "qkv"]
 
 
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("name", ["dout", "out", "lse", "dlse"])
 def test_backward_refuses_arrays_that_do_not_have_the_rows_of_packed_q(name: str) -> None:
-    given = arrays(PACKED) | {"dout": zeros(5, 4, 6), "out": zeros(5, 4, 6), "lse": zeros(4, 5), "dlse": zeros(4, 5)}
-    shape = given[name].shape
+    out, lse = zeros(5, 4, 6), zeros(4, 5)
+    arguments = arrays(PACKED) | {"dout": out, "out": out, "lse": lse, "dlse": lse}
+    shape = arguments[name].shape
     words = f"{name} has shape {(1, *shape)}", f"needs {shape}"
-    check(cuflash.backward, Row(name, given | {name: given[name][None]}, words))
+    check(cuflash.backward, Row(name, arguments | {name: arguments[name][None]}, words))
 
 
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("name", ["page_table", "cache_batch_idx"])
 def test_backward_has_no_gradients_of_cached_keys(name: str) -> None:
-    given = backward_with({name: ints(2, 3) if name == "page_table" else ints(2)})
+    arguments = backward_with({name: ints(2, 3) if name == "page_table" else ints(2)})
     for more in ({}, {"seqused_k": ints(2)}):
         with pytest.raises(UnsupportedError, match=rf"{name} was given, but cached keys have no gradients.*gather"):
-            cuflash.backward(**given, **more)
+            cuflash.backward(**arguments, **more)
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -188,9 +190,9 @@ def test_backward_has_no_gradients_of_cached_keys(name: str) -> None:
 def test_lengths_of_another_library_are_refused(name: str) -> None:
     torch = pytest.importorskip("torch")
     kind = next(kind for kind, shapes in LEGAL.items() if name in shapes)
-    given = arrays(LEGAL[kind])
+    arguments = arrays(LEGAL[kind])
     words = f"{name} is a torch array", "q is a numpy array", "one framework"
-    check(cuflash.forward, Row(name, given | {name: torch.zeros(LEGAL[kind][name], dtype=torch.int32)}, words))
+    check(cuflash.forward, Row(name, arguments | {name: torch.zeros(LEGAL[kind][name], dtype=torch.int32)}, words))
 
 
 def problem(kind: str = "packed", changes: Mapping[str, tuple[int, ...]] | None = None, **options: Any) -> Problem:
@@ -220,11 +222,11 @@ def test_calls_that_hide_the_same_keys_are_one_problem(kind: str) -> None:
 def test_bounds_are_those_of_the_arrays_or_what_the_caller_knows() -> None:
     lengths = {"packed": (5, 7), "cache": (5, 7), "rectangle": (5, 7), "cached": (5, 7), "paged": (5, 48)}
     for kind, (seqlen_q, seqlen_k) in lengths.items():
-        made = problem(kind)
-        assert (made.batch, made.seqlen_q, made.seqlen_k) == (2, seqlen_q, seqlen_k)
-        known = problem(kind, max_seqlen_q=3, max_seqlen_k=6)
-        assert (known.batch, known.seqlen_q, known.seqlen_k) == (2, 3, 6)
-        assert known.outputs == made.outputs
+        unbounded = problem(kind)
+        assert (unbounded.batch, unbounded.seqlen_q, unbounded.seqlen_k) == (2, seqlen_q, seqlen_k)
+        bounded = problem(kind, max_seqlen_q=3, max_seqlen_k=6)
+        assert (bounded.batch, bounded.seqlen_q, bounded.seqlen_k) == (2, 3, 6)
+        assert bounded.outputs == unbounded.outputs
         more = problem(kind, max_seqlen_q=seqlen_q + 1, max_seqlen_k=seqlen_k + 1)
         assert (more.seqlen_q, more.seqlen_k) == (seqlen_q, seqlen_k)
         assert problem(kind, max_seqlen_q=0).seqlen_q == 0
@@ -276,11 +278,11 @@ def test_lengths_over_the_limit_of_the_kernels_are_refused() -> None:
 @pytest.mark.parametrize("kind", LEGAL)
 def test_a_plan_takes_shapes_or_arrays_of_what_tells_lengths(kind: str) -> None:
     more = {"causal": True, "max_seqlen_q": 4, "max_seqlen_k": 6, "num_splits": 2, "split_size": 128}
-    made = cuflash.plan(**LEGAL[kind], dtype="float16", device="cpu", **more)
-    assert (made.device, made.launches, made.kernel) == ("cpu", (), "reference_forward_flash2")
-    assert made.problem == problem(kind, **more)
+    plan = cuflash.plan(**LEGAL[kind], dtype="float16", device="cpu", **more)
+    assert (plan.device, plan.launches, plan.kernel) == ("cpu", (), "reference_forward_flash2")
+    assert plan.problem == problem(kind, **more)
     halves = {name: x if name in VARLEN_ARGS else x.astype("f2") for name, x in arrays(LEGAL[kind]).items()}
-    assert cuflash.plan(**halves, device="cpu", **more).problem == made.problem
+    assert cuflash.plan(**halves, device="cpu", **more).problem == plan.problem
     shapes = {name: shape for name, shape in LEGAL[kind].items() if name != "v"}
     assert cuflash.plan(**shapes, op="lse", dtype="float16", device="cpu").kernel == "reference_lse_flash2"
     if kind in ("cached", "paged"):
