@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from ..problem.array_spec import ArraySpec, packed_strides
-from .library import NOTHING, GpuLibrary, cupy_module, dtype_name, element_strides, numpy_dtype
+from .library import GpuLibrary, cupy_module, dtype_name, element_strides, numpy_dtype
 
 
 class CupyLibrary(GpuLibrary):
@@ -17,7 +17,8 @@ class CupyLibrary(GpuLibrary):
 
     def __init__(self) -> None:
         cupy = self._cupy = cupy_module()
-        self._current_stream = cupy.cuda.get_current_stream
+        current_stream = cupy.cuda.get_current_stream
+        self.stream = lambda ordinal: current_stream().ptr
         self.current_device = cupy.cuda.runtime.getDevice
         self.key = _key if hasattr(cupy.ndarray, "_c_contiguous") else _key_of_strides
 
@@ -37,9 +38,6 @@ class CupyLibrary(GpuLibrary):
 
     def pointers(self, arrays: Sequence[Any]) -> list[int]:
         return [0 if x is None else x.data.ptr for x in arrays]
-
-    def stream(self, ordinal: int) -> int:
-        return self._current_stream().ptr  # type: ignore[no-any-return]
 
     def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
         return self._cupy.cuda.Device(ordinal)  # type: ignore[no-any-return]
@@ -61,7 +59,7 @@ class CupyLibrary(GpuLibrary):
         return array
 
     def cupy_stream(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
-        return NOTHING
+        return contextlib.nullcontext()
 
 
 def _key(arrays: Sequence[Any]) -> Hashable:
@@ -75,7 +73,4 @@ def _key_of_strides(arrays: Sequence[Any]) -> Hashable:
     return (*[None if x is None else (x.shape, x.strides, x.dtype, x.data.device_id) for x in arrays],)
 
 
-@cache
-def cupy() -> CupyLibrary:
-    """The only adapter of CuPy; raises UnsupportedError if CuPy is missing."""
-    return CupyLibrary()
+cupy = cache(CupyLibrary)  # returns the only adapter; raises UnsupportedError if CuPy is missing

@@ -17,8 +17,8 @@ from .numpy import NUMPY
 class DlpackLibrary(Library):
     """JAX, or an unknown DLPack producer: its arrays are seen as CuPy or NumPy arrays of the same memory."""
 
-    def __init__(self, name: str, from_dlpack: Callable[[Any], Any] | None = None) -> None:
-        """from_dlpack: how results become arrays of this library; None if it offers no way back."""
+    def __init__(self, name: str, from_dlpack: Callable[[Any], Any]) -> None:
+        """from_dlpack: how results become arrays of this library, or the identity if it offers no way back."""
         self.name = name  # type: ignore[misc]
         self._from_dlpack = from_dlpack
 
@@ -53,7 +53,11 @@ class DlpackLibrary(Library):
         except Exception as error:  # why any: nothing is known of who made the array
             if self.name == "jax":
                 check_alive(name, array)
-                _check_on_one_device(name, array)
+                if (count := len(array.sharding.device_set)) > 1:
+                    raise UnsupportedError(
+                        f"{name} lies on {count} devices; take attention of cuflash.frameworks.jax, which splits a "
+                        "call over them, or give an array on one of them (jax.device_put moves it)"
+                    ) from error
             raise _without_device(name, f"raised {error!r}") from error
         try:
             return int(dl_device[0])
@@ -79,22 +83,19 @@ class DlpackLibrary(Library):
             ) from error
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
-        if self.name != "jax":
-            return array if self._from_dlpack is None else self._from_dlpack(array)
-        import jax
+        if self.name == "jax":
+            import jax
 
-        return jax.device_put(array, next(iter(like.devices())))
+            return jax.device_put(array, next(iter(like.devices())))
+        return self._from_dlpack(array)
 
     def from_cupy(self, array: Any) -> Any:
         """A result as an array of this library, but as a CuPy array for producers that offer no way back."""
-        if self.name != "jax":
-            return array if self._from_dlpack is None else self._from_dlpack(array)
-        import jax
-
-        # why: XLA may reuse the inputs' memory on its own streams as soon as Python drops them.
-        with array.device:  # CuPy has a current stream for each device
-            cupy_module().cuda.get_current_stream().synchronize()
-        return jax.dlpack.from_dlpack(array)
+        if self.name == "jax":
+            # why: XLA may reuse the inputs' memory on its own streams as soon as Python drops them.
+            with array.device:  # CuPy has a current stream for each device
+                cupy_module().cuda.get_current_stream().synchronize()
+        return self._from_dlpack(array)
 
 
 def _without_device(name: str, done: str) -> ProblemError:
@@ -108,12 +109,3 @@ def check_alive(name: str, array: Any) -> None:
     """Raises ProblemError for an array of JAX that has no memory any more."""
     if array.is_deleted():
         raise ProblemError(f"{name} was deleted, or donated to a jitted function; give an array that is still there")
-
-
-def _check_on_one_device(name: str, array: Any) -> None:
-    """Raises UnsupportedError for an array of JAX that lies on several devices."""
-    if (count := len(array.sharding.device_set)) > 1:
-        raise UnsupportedError(
-            f"{name} lies on {count} devices; take attention of cuflash.frameworks.jax, which splits a call over them, "
-            "or give an array on one of them (jax.device_put moves it)"
-        )

@@ -33,13 +33,11 @@ def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
 def _check_others(op: Op, arrays: tuple[Any, ...], first: Library) -> None:
     kind = type(arrays[0])
     for number, array in enumerate(arrays):
-        if type(array) is not kind:
-            if array is None and (op.operands[number].optional or number >= len(op.inputs)):
-                continue
-            name = op.operands[number].called
-            other = library_of(name, array)
-            if other is not first:
-                check_alike({op.names[0]: first.spec(op.names[0], arrays[0]), name: other.spec(name, array)})
+        if type(array) is kind or (array is None and (op.operands[number].optional or number >= len(op.inputs))):
+            continue
+        name = op.operands[number].called
+        if (other := library_of(name, array)) is not first:
+            check_alike({op.names[0]: first.spec(op.names[0], arrays[0]), name: other.spec(name, array)})
 
 
 def library_of(name: str, array: Any) -> Library:
@@ -68,7 +66,7 @@ def _find(name: str, array: Any) -> Library:
     if _is_instance(array, "cupy", "ndarray"):
         return _singleton("cupy", cupy)
     if _is_instance(array, "jax", "Array"):
-        return _singleton("jax", lambda: DlpackLibrary("jax"))
+        return _singleton("jax", lambda: DlpackLibrary("jax", sys.modules["jax"].dlpack.from_dlpack))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         module = type(array).__module__
         return _singleton(module, lambda: DlpackLibrary(module.split(".")[0], _from_dlpack(array)))
@@ -78,9 +76,9 @@ def _find(name: str, array: Any) -> Library:
 
 
 def _from_dlpack(array: Any) -> Any:
-    """The function of the array API standard that makes arrays of this library; None if it does not follow it."""
+    """Returns the array API's function that makes arrays of this library; the identity if it does not follow it."""
     namespace = getattr(array, "__array_namespace__", None)
-    return None if namespace is None else namespace().from_dlpack
+    return (lambda result: result) if namespace is None else namespace().from_dlpack
 
 
 def _is_instance(array: Any, module: str, name: str) -> bool:

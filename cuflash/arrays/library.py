@@ -15,8 +15,6 @@ from ..errors import INSTALL_HINT, UnsupportedError
 from ..locks import uninterrupted
 from ..problem.array_spec import ArraySpec
 
-NOTHING = contextlib.nullcontext()  # what there is to do where a GPU or a stream is the current one already
-
 
 @cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
@@ -50,18 +48,17 @@ class GpuLibrary(Library):
     """CuPy or torch, whose GPU arrays are given to kernels directly.
 
     key: finds all of a call's arrays but their memory, as a value that is cheap to hash; None is no array.
-    current_device: tells the number of the GPU on which the framework makes arrays.
+    current_device: returns the number of the GPU on which the framework makes arrays.
+    stream: returns the handle of the caller's current stream on a GPU.
     """
 
     # why attributes: functions of the frameworks take their place, without a step in between.
     key: Callable[[Sequence[Any]], Hashable]
     current_device: Callable[[], int]
+    stream: Callable[[int], int]
 
     def pointers(self, arrays: Sequence[Any]) -> list[int]:
         """The addresses of arrays, 0 for None."""
-
-    def stream(self, ordinal: int) -> int:
-        """Handle of the caller's current stream on that GPU."""
 
     def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
         """Inside, the GPU is the current one."""

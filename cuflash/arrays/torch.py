@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.array_spec import ArraySpec, packed_strides
+from ..problem.dtypes import DTYPES
 from .library import GpuLibrary, bfloat16, cupy_module
 from .torch_keys import TensorKeys
 
@@ -22,11 +24,10 @@ class TorchLibrary(GpuLibrary):
         import torch
 
         self._torch = torch
-        self._names = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
-                       torch.float64: "float64"}  # fmt: skip
+        self._names = {getattr(torch, name): name for name in DTYPES}
         self._dtypes = {name: dtype for dtype, name in self._names.items()} | {"int8": torch.int8}  # of results
         # why: the public current_stream() takes 4 µs to build an object; Triton and Inductor read this handle, too.
-        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self.stream = getattr(torch._C, "_cuda_getCurrentRawStream", self._current_stream)
         # why: the public current_device() first asks whether torch has initialised CUDA; a GPU tensor implies that.
         self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         self.key = TensorKeys(torch, self._key).find
@@ -74,9 +75,7 @@ class TorchLibrary(GpuLibrary):
     def pointers(self, arrays: Sequence[Any]) -> list[int]:
         return [0 if x is None else x.data_ptr() for x in arrays]
 
-    def stream(self, ordinal: int) -> int:
-        if self._raw_stream is not None:
-            return self._raw_stream(ordinal)  # type: ignore[no-any-return]
+    def _current_stream(self, ordinal: int) -> int:
         return self._torch.cuda.current_stream(ordinal).cuda_stream  # type: ignore[no-any-return]
 
     def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
@@ -100,8 +99,9 @@ class TorchLibrary(GpuLibrary):
         return self._torch.from_dlpack(array)
 
     def cupy_stream(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
-        stream = self._torch.cuda.current_stream(ordinal)
-        return cupy_module().cuda.Stream.from_external(_CudaStream(stream.cuda_stream))  # type: ignore[no-any-return]
+        # why no stream of torch: not all of its versions have this protocol.
+        stream = SimpleNamespace(__cuda_stream__=lambda: (0, self._current_stream(ordinal)))
+        return cupy_module().cuda.Stream.from_external(stream)  # type: ignore[no-any-return]
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach().resolve_neg()
@@ -113,16 +113,6 @@ class TorchLibrary(GpuLibrary):
         if array.dtype.name == "bfloat16":
             return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
         return self._torch.from_numpy(array)
-
-
-class _CudaStream:
-    """A stream handle with the protocol through which CuPy uses it."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
 
 
 def check_dense(name: str, tensor: Any) -> None:

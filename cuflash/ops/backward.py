@@ -38,18 +38,6 @@ def backward(
     captured_grads: Sequence[Any],
     **options: Unpack[BackwardOptions],
 ) -> tuple[Array, Array, Array, tuple[Any, ...]]: ...
-@overload
-def backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Any,
-    lse: Any,
-    *,
-    captured_grads: Sequence[Any] | None,
-    **options: Unpack[BackwardOptions],
-) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, tuple[Any, ...]]: ...
 def backward(
     dout: Array,
     q: Array,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.find import library_of
-from ..arrays.library import GpuLibrary
+from ..arrays.library import cupy_module
 from ..errors import ProblemError
 from ..problem.mod_arrays import check_mod_array
 from ..problem.operands import DROPOUT_SEED
@@ -45,23 +45,17 @@ def seed_array(seed: Any, first: Any) -> Any:
         return seed
     number -= 2**64 * (number >= 2**63)  # why: as int64, of which all libraries have the bits
     library = library_of("q", first)
-    if library.name == "numpy":
-        return np.array(number, np.int64)
     if library.name == "torch":
         import torch
 
         # why full: unlike a copy from the host, it may be a part of a CUDA graph, and nothing waits for it.
         return torch.full((), number, dtype=torch.int64, device=first.device)
     if library.name == "cupy":
-        import cupy
-
-        assert isinstance(library, GpuLibrary)
-        with library.device(first.data.device_id):
-            return cupy.full((), number, cupy.int64)
+        with first.device:
+            return cupy_module().full((), number, np.int64)
     if library.name == "jax":
-        import jax
-
         library.on_gpu(first)  # why: a traced array is refused there
-        words = np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32)
-        return jax.device_put(words, next(iter(first.devices())))
-    raise ProblemError(f"dropout_seed={number} with {library.name} arrays; give an array of theirs, one int64")
+        return library.from_numpy(np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32), first)
+    if library.name != "numpy":
+        raise ProblemError(f"dropout_seed={number} with {library.name} arrays; give an array of theirs, one int64")
+    return np.array(number, np.int64)

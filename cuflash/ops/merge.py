@@ -40,24 +40,16 @@ def merge_states(outs: Iterable[Array], lses: Iterable[Any]) -> tuple[Array, Arr
     outs, lses = _states("outs", outs), _states("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ProblemError(f"{len(outs)} outs and {len(lses)} lses; give one lse for each out, and at least one state")
-    if len(outs) > MAX_STATES:
-        _check(outs, lses)
-    while len(outs) > MAX_STATES:
-        out, lse = _merged(outs[:MAX_STATES], lses[:MAX_STATES])
+    if len(outs) > MAX_STATES:  # why: none may be refused when some are merged already
+        op, arrays = merge_op(len(outs)), (*outs, *lses)
+        library, _ = libraries_of(op, arrays)
+        validated(op, specs_of(op, library, arrays), Options())
+    while True:
+        first_outs, first_lses = outs[:MAX_STATES], lses[:MAX_STATES]
+        out, lse = run(merge_op(len(first_outs)), (*first_outs, *first_lses), options_key())
         outs, lses = [out, *outs[MAX_STATES:]], [lse, *lses[MAX_STATES:]]
-    return _merged(outs, lses)
-
-
-def _merged(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
-    out, lse = run(merge_op(len(outs)), (*outs, *lses), options_key())
-    return out, lse
-
-
-def _check(outs: list[Any], lses: list[Any]) -> None:
-    """Validates all states. why: none may be refused when some are merged already."""
-    op, arrays = merge_op(len(outs)), (*outs, *lses)
-    library, _ = libraries_of(op, arrays)
-    validated(op, specs_of(op, library, arrays), Options())
+        if len(outs) == 1:
+            return out, lse
 
 
 def _states(name: str, states: Any) -> list[Any]:

@@ -141,10 +141,10 @@ def plan(
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
     if not (is_plain and is_zero(dropout_p)):
         of_sequences = () if whole is OPS[op] else tuple(varlen_kwargs.values())
-        by_name = {"bias": bias, "sinks": sinks}
-        if q_dtype is not None:
-            by_name |= {name: Shaped(_shape(name, x), q_dtype) for name, x in by_name.items() if isinstance(x, SHAPES)}
-        bias, sinks = by_name.values()
+        bias, sinks = (
+            Shaped(_shape(name, x), q_dtype) if q_dtype is not None and isinstance(x, SHAPES) else x
+            for name, x in (("bias", bias), ("sinks", sinks))
+        )
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         call = resolve_mods(op, mod_args, of_sequences, options, captured_grads)
         is_array = dropout_seed is not None and seed_number(dropout_seed) is None

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ..arrays.find import library_of
+from ..arrays.library import cupy_module
 from ..errors import ProblemError
 from ..problem.dtypes import DTYPES
 from ..problem.options import Array
@@ -107,23 +110,15 @@ def _masked(mask: Any) -> Any:
 
 
 def _numbers(count: int, like: Any) -> Any:
-    """0, 1, … as integers, of the library and on the device of an array."""
-    name = library_of("q", like).name
-    if name == "torch":
+    """Returns 0, 1, … as integers, of the library and on the device of an array."""
+    library = library_of("q", like)
+    if library.name == "torch":
         import torch
 
         return torch.arange(count, device=like.device)
-    if name == "jax":
-        import jax
-
-        return jax.device_put(jax.numpy.arange(count), next(iter(like.devices())))
-    if name == "cupy":
-        import cupy
-
+    if library.name == "cupy":
         with like.device:
-            return cupy.arange(count)
-    if name == "numpy":
-        import numpy as np
-
-        return np.arange(count)
-    raise ProblemError(f"q is a {name} array; give CuPy, PyTorch, JAX or NumPy arrays")
+            return cupy_module().arange(count)
+    if library.name not in ("jax", "numpy"):
+        raise ProblemError(f"q is a {library.name} array; give CuPy, PyTorch, JAX or NumPy arrays")
+    return library.from_numpy(np.arange(count), like)

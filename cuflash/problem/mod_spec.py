@@ -7,7 +7,7 @@ tells them apart: a bias is an array that the score loads from, and one of bools
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,9 +37,9 @@ class Bias(NamedTuple):
     varies: tuple[bool, ...]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class ModSpec:
-    """What a call changes in scores and weights. Equal calls have the same one.
+    """What a call changes in scores and weights. Those of equal digests are equal.
 
     score: the final score in terms of the one that is scaled and capped; None if that stays. mask: whether a key is
     seen; None if all are. arrays: what they load from, by number. has_sinks: whether a sink takes part of the weights.
@@ -48,14 +48,14 @@ class ModSpec:
     mask_tile_axes: along which axes its mask tiles differ, and may not be broadcast.
     """
 
-    score: Node | None
-    mask: Node | None
-    arrays: tuple[Kind, ...]
-    has_sinks: bool
-    drops: bool
-    has_block_mask: bool
+    score: Node | None = field(compare=False)
+    mask: Node | None = field(compare=False)
+    arrays: tuple[Kind, ...] = field(compare=False)
+    has_sinks: bool = field(compare=False)
+    drops: bool = field(compare=False)
+    has_block_mask: bool = field(compare=False)
     digest: str
-    mask_tile_axes: tuple[str, ...] = ()
+    mask_tile_axes: tuple[str, ...] = field(compare=False, default=())
 
     @property
     def changes(self) -> bool:
@@ -79,25 +79,9 @@ def make_mod_spec(
     """What a call with these arguments changes. The arrays are those of score_mod, those of mask_mod, then the bias."""
     graphs = (score_mod, mask_mod)
     digests = tuple(None if each is None else each.digest for each in graphs)
-    key = digests, bias, has_sinks, drops, has_block_mask
-    mod_spec = _kept.get(key)
-    if mod_spec is None:
-        if len(_kept) >= MAX_KEYS:
-            _kept.clear()
-        mod_spec = _kept.setdefault(key, _make_mod_spec(key, *graphs))
-    return mod_spec
-
-
-MAX_KEYS = 1024
-_Key = tuple[tuple[str | None, ...], Bias | None, bool, bool, bool]
-_kept: dict[_Key, ModSpec] = {}
-
-
-def _make_mod_spec(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -> ModSpec:
-    _, bias, has_sinks, drops, has_block_mask = key
     kinds: list[Kind] = []
     roots = []
-    for graph in (score_mod, mask_mod):
+    for graph in graphs:
         roots.append(None if graph is None else substituted(graph.root, {}, len(kinds)))
         for each in () if graph is None else graph.arrays:
             kinds.append(Kind(f"captured{len(kinds)}", each.dtype, len(each.shape), each.type))
@@ -118,7 +102,8 @@ def _make_mod_spec(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -
         mask = None
     inputs = mask_mod.root.inputs if has_block_mask and mask_mod is not None else ()
     axes = tuple(axis for name, axis in (("b", "batch"), ("h", "heads_q")) if name in inputs)
-    return ModSpec(score, mask, tuple(kinds), has_sinks, drops, has_block_mask, repr(key), axes)
+    digest = repr((digests, bias, has_sinks, drops, has_block_mask))
+    return ModSpec(score, mask, tuple(kinds), has_sinks, drops, has_block_mask, digest, axes)
 
 
 def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node:

@@ -23,12 +23,14 @@ def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
     return SLOPES[k] > q
 
 
-def test_equal_calls_have_the_same_object_and_number_their_arrays() -> None:
+def test_specs_of_equal_calls_are_equal_and_number_their_arrays() -> None:
     graphs = trace(score_mod, "score_mod"), trace(mask_mod, "mask_mod")
     bias = Bias("bfloat16", (True, False, True))
     mod_spec = make_mod_spec(*graphs, bias, has_sinks=True)
-    assert mod_spec is make_mod_spec(trace(score_mod, "score_mod"), trace(mask_mod, "mask_mod"), bias, has_sinks=True)
-    assert mod_spec is not make_mod_spec(*graphs, bias)
+    same = make_mod_spec(trace(score_mod, "score_mod"), trace(mask_mod, "mask_mod"), bias, has_sinks=True)
+    assert (mod_spec, hash(mod_spec)) == (same, hash(same))
+    assert mod_op("forward", False, mod_spec) is mod_op("forward", False, same)
+    assert mod_spec != make_mod_spec(*graphs, bias)
     assert [(each.name, each.dtype, each.rank) for each in mod_spec.arrays] == [
         ("captured0", "float16", 2), ("captured1", "float64", 1), ("captured2", "float64", 1), ("bias", "bfloat16", 3)
     ]  # fmt: skip

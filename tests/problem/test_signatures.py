@@ -33,6 +33,8 @@ def calls(q: A, k: A, v: A, out: A, lse: A, flag: bool) -> None:
     assert_type(cuflash.lse(q, k, window_size=(3, None)), A)
     assert_type(cuflash.backward(q, q, k, v, out, lse, deterministic=True), tuple[A, A, A])
     assert_type(cuflash.backward(q, q, k, v, out, lse, captured_grads=(k,)), tuple[A, A, A, tuple[Any, ...]])
+    grads = cuflash.backward(q, q, k, v, out, lse, captured_grads=(k,) if flag else None)
+    assert_type(grads, tuple[A, A, A] | tuple[A, A, A, tuple[Any, ...]])
     assert_type(cuflash.merge_states([q, k], [lse, lse]), tuple[A, A])
     assert_type(cuflash.triangle_attention(q, k, v, bias=out), A)
     assert_type(cuflash.append_kv(q, q, k, v, lse, q=q, page_table=lse), A)
@@ -60,7 +62,7 @@ def overloaded(module: str, name: str) -> Callable[..., Any]:
     ("module", "name", "count"),
     [
         ("cuflash", "forward", 3),
-        ("cuflash", "backward", 3),
+        ("cuflash", "backward", 2),
         ("cuflash", "append_kv", 2),
         ("cuflash.frameworks.torch", "attention", 3),
         ("cuflash.frameworks.jax", "attention", 3),
