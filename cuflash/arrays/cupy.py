@@ -19,7 +19,7 @@ class CupyLibrary(GpuLibrary):
         cupy = self._cupy = cupy_module()
         current_stream = cupy.cuda.get_current_stream
         self.stream = lambda ordinal: current_stream().ptr
-        self.current_device = cupy.cuda.runtime.getDevice
+        self.device, self.current_device = cupy.cuda.Device, cupy.cuda.runtime.getDevice
         self.key = _key if hasattr(cupy.ndarray, "_c_contiguous") else _key_of_strides
 
     def on_gpu(self, array: Any) -> bool:
@@ -38,9 +38,6 @@ class CupyLibrary(GpuLibrary):
 
     def pointers(self, arrays: Sequence[Any]) -> list[int]:
         return [0 if x is None else x.data.ptr for x in arrays]
-
-    def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
-        return self._cupy.cuda.Device(ordinal)  # type: ignore[no-any-return]
 
     def allocator(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
         # why not cupy.empty: it makes the same array, 0.3 µs later

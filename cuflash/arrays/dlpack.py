@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,14 +24,11 @@ class DlpackLibrary(Library):
         self._from_dlpack = from_dlpack
 
     def on_gpu(self, array: Any, name: str = "the first array") -> bool:
-        if self.name == "jax":
-            import jax
-
-            if isinstance(array, jax.core.Tracer):
-                raise UnsupportedError(
-                    "a traced JAX array (jit, grad or vmap) has no memory yet; take attention of "
-                    "cuflash.frameworks.jax there, or call cuflash outside the transformation"
-                )
+        if self.name == "jax" and isinstance(array, sys.modules["jax"].core.Tracer):
+            raise UnsupportedError(
+                "a traced JAX array (jit, grad or vmap) has no memory yet; take attention of cuflash.frameworks.jax "
+                "there, or call cuflash outside the transformation"
+            )
         kind = self._kind_of_device(name, array)
         if kind not in (1, 2, 13):  # kDLCPU, kDLCUDA, kDLCUDAManaged
             raise UnsupportedError(

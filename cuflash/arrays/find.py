@@ -21,23 +21,21 @@ _singletons: dict[str, Library] = {"numpy": NUMPY}
 
 
 def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
-    """(library, whether on a GPU) of the operands of a call, judged by the first; mixed ones are a `ProblemError`."""
+    """Returns the library of a call's operands, that of the first, and whether it is on a GPU.
+
+    Raises ProblemError for operands of others.
+    """
     kind = type(arrays[0])
     first = _known.get(kind) or library_of(op.names[0], arrays[0])
     # why counted first: it takes half as long as to look at each, and in most calls all are of one kind.
     if [*map(type, arrays)].count(kind) < len(arrays):
-        _check_others(op, arrays, first)
+        for number, array in enumerate(arrays):
+            if type(array) is kind or (array is None and (op.operands[number].optional or number >= len(op.inputs))):
+                continue
+            name = op.operands[number].called
+            if (other := library_of(name, array)) is not first:
+                check_alike({op.names[0]: first.spec(op.names[0], arrays[0]), name: other.spec(name, array)})
     return first, first.on_gpu(arrays[0])
-
-
-def _check_others(op: Op, arrays: tuple[Any, ...], first: Library) -> None:
-    kind = type(arrays[0])
-    for number, array in enumerate(arrays):
-        if type(array) is kind or (array is None and (op.operands[number].optional or number >= len(op.inputs))):
-            continue
-        name = op.operands[number].called
-        if (other := library_of(name, array)) is not first:
-            check_alike({op.names[0]: first.spec(op.names[0], arrays[0]), name: other.spec(name, array)})
 
 
 def library_of(name: str, array: Any) -> Library:

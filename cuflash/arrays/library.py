@@ -1,4 +1,4 @@
-"""What `runtime` asks of an array library."""
+"""Interfaces of array libraries, which `runtime` calls."""
 
 # mypy: disable-error-code="empty-body"
 
@@ -29,7 +29,7 @@ def element_strides(array: Any) -> tuple[int, ...]:
 
 
 class Library:
-    """What `runtime` asks of every library; `GpuLibrary` adds what it asks about GPU arrays."""
+    """Interface of every library; `GpuLibrary` adds that of arrays on a GPU."""
 
     name: ClassVar[str]
 
@@ -47,28 +47,23 @@ class Library:
 class GpuLibrary(Library):
     """CuPy or torch, whose GPU arrays are given to kernels directly.
 
-    key: finds all of a call's arrays but their memory, as a value that is cheap to hash; None is no array.
+    key: returns all of a call's arrays but their memory, as a value that is cheap to hash; None is no array.
     current_device: returns the number of the GPU on which the framework makes arrays.
+    device: returns a context in which a GPU is the current one.
     stream: returns the handle of the caller's current stream on a GPU.
     """
 
     # why attributes: functions of the frameworks take their place, without a step in between.
     key: Callable[[Sequence[Any]], Hashable]
     current_device: Callable[[], int]
+    device: Callable[[int], contextlib.AbstractContextManager[Any]]
     stream: Callable[[int], int]
 
     def pointers(self, arrays: Sequence[Any]) -> list[int]:
         """The addresses of arrays, 0 for None."""
 
-    def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
-        """Inside, the GPU is the current one."""
-
     def allocator(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
         """A function that makes a new dense array by the framework's own allocator, while the GPU is current."""
-
-    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
-        """A new dense array. The GPU must be current."""
-        return self.allocator(shape, dtype, ordinal)()
 
     def with_packed_strides(self, array: Any) -> Any:
         """The array if it is contiguous, else a contiguous copy."""

@@ -23,7 +23,7 @@ class TorchLibrary(GpuLibrary):
     def __init__(self) -> None:
         import torch
 
-        self._torch = torch
+        self._torch, self.device = torch, torch.cuda.device
         self._names = {getattr(torch, name): name for name in DTYPES}
         self._dtypes = {name: dtype for dtype, name in self._names.items()} | {"int8": torch.int8}  # of results
         # why: the public current_stream() takes 4 µs to build an object; Triton and Inductor read this handle, too.
@@ -77,9 +77,6 @@ class TorchLibrary(GpuLibrary):
 
     def _current_stream(self, ordinal: int) -> int:
         return self._torch.cuda.current_stream(ordinal).cuda_stream  # type: ignore[no-any-return]
-
-    def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
-        return self._torch.cuda.device(ordinal)  # type: ignore[no-any-return]
 
     def allocator(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
         if self._empty_strided is not None:

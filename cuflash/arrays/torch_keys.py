@@ -8,7 +8,7 @@ another one than is expected here, keys are made of what Python asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -82,18 +82,10 @@ class TensorKeys:
 
 
 def _guards(torch: Any) -> Any:
-    """The class of guards, or None if PyTorch has no such class that tells tensors apart."""
-    guard_class = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-    if guard_class is None:
-        return None
-
-    def guards(*tensors: Any) -> Any:
-        return guard_class(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-
-    def like(rows: int, columns: int, **more: Any) -> Any:
-        return torch.empty(rows, columns, dtype=torch.float32, device="cpu", **more)
-
+    """Returns the class of guards, or None if PyTorch has no such class that tells tensors apart."""
+    like = partial(torch.empty, dtype=torch.float32, device="cpu")
     try:
+        guards = partial(torch._C._dynamo.guards.TensorGuards, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         with torch.inference_mode(False), torch.enable_grad():
             one, other = like(2, 3), like(3, 2)
             others = [(one.t(), other), (one, one), (one.double(), other), (one, other[:, :1])]

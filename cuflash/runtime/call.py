@@ -280,7 +280,7 @@ def _launch(loaded_plan: LoadedPlan, library: GpuLibrary, pointers: tuple[int, .
         and (address := device_memory.scratch(loaded_plan.ordinal))
     ):
         return loaded_plan.launch((*pointers, address), stream)
-    workspace = library.empty(loaded_plan.workspace, "float32", loaded_plan.ordinal)
+    workspace = library.allocator(loaded_plan.workspace, "float32", loaded_plan.ordinal)()
     return loaded_plan.launch((*pointers, *library.pointers([workspace])), stream)
 
 
