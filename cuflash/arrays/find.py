@@ -16,7 +16,7 @@ from .library import Library
 from .numpy import NUMPY
 from .torch import TorchLibrary
 
-_known: dict[type, Library] = {np.ndarray: NUMPY}
+_libraries: dict[type, Library] = {np.ndarray: NUMPY}
 _singletons: dict[str, Library] = {"numpy": NUMPY}
 
 
@@ -26,7 +26,7 @@ def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
     Raises ProblemError for operands of others.
     """
     kind = type(arrays[0])
-    first = _known.get(kind) or library_of(op.names[0], arrays[0])
+    first = _libraries.get(kind) or library_of(op.names[0], arrays[0])
     # why counted first: it takes half as long as to look at each, and in most calls all are of one kind.
     if [*map(type, arrays)].count(kind) < len(arrays):
         for number, array in enumerate(arrays):
@@ -40,12 +40,12 @@ def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
 
 def library_of(name: str, array: Any) -> Library:
     """The library that an array belongs to; raises ProblemError if it is no array."""
-    library = _known.get(type(array))
+    library = _libraries.get(type(array))
     if library is None:
         library = _find(name, array)
         # why asked of the type: of others, each array may have another library, or none.
         if hasattr(type(array), "__dlpack__"):
-            _known[type(array)] = library
+            _libraries[type(array)] = library
     return library
 
 

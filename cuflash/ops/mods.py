@@ -227,16 +227,13 @@ def _numbers(
     for place, (x, group) in enumerate(zip(captured_grads, groups, strict=True)):
         if not group:
             names = [_described(mod_spec, number, arrays) for number in numbers]
-            kind = f"an array of shape {tuple(x.shape)}" if _has_shape(x) else f"a {type(x).__name__}"
+            is_array = hasattr(x, "shape") and not isinstance(x, type)
+            kind = f"an array of shape {tuple(x.shape)}" if is_array else f"a {type(x).__name__}"
             raise ProblemError(
                 f"captured_grads[{place}] is {kind} that has no gradient here; give, as the same objects, some of: "
                 f"{', '.join(names) or 'nothing, as no array of floats changes the scores'}"
             )
     return tuple(groups)
-
-
-def _has_shape(x: Any) -> bool:
-    return hasattr(x, "shape") and not isinstance(x, type)
 
 
 def _described(mod_spec: ModSpec, number: int, arrays: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import ProblemError
 from .array_spec import ArraySpec
@@ -30,9 +31,8 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedMask:
 
     Packed sequences may lie in any number of rows, so their lengths alone are bounded.
     """
-    sizes, like = op.sizes, specs[0]
-    assert sizes is not None
-    assert like is not None
+    sizes: Any = op.sizes
+    like: Any = specs[0]
     checked, names = [*specs, *[None] * (len(op.operands) - len(specs))], set()
     for number, operand in enumerate(op.inputs):
         if (spec := checked[number]) is None or operand.dtype == ANYTHING:

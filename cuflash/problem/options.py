@@ -72,9 +72,8 @@ def check_window(window_size: Any) -> WindowSize:
             f"window_size={window_size!r} is not a pair; give a tuple (left, right), each a count of keys >= 0, or -1 "
             "or None for open"
         )
-    left, right = window_size
     sides: list[int | None] = []
-    for name, side in (("left", left), ("right", right)):
+    for name, side in zip(("left", "right"), window_size, strict=True):
         value = None if side is None else check_integer(f"window_size {name}", side)
         if value is not None and value < -1:
             raise ProblemError(

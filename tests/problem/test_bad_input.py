@@ -256,7 +256,7 @@ def test_torch_mixed_with_numpy_is_refused() -> None:
 def test_gpu_arrays_without_cupy_name_what_to_install(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(find, "_singletons", {"numpy": NUMPY})
-    monkeypatch.setattr(find, "_known", {np.ndarray: NUMPY})
+    monkeypatch.setattr(find, "_libraries", {np.ndarray: NUMPY})
     arrays = [Producer(x, (2, 0)) for x in base().values()]  # kDLCUDA
     with pytest.raises(UnsupportedError, match=r"CuPy, which is not installed: pip install \"cupy-cuda13x"):
         getattr(cuflash, call)(*arrays[: 2 if call == "lse" else 3])

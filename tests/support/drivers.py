@@ -87,7 +87,7 @@ class Gpus:
 
         monkeypatch.setattr(structs.ParamBuffer, "__init__", noted)
         self.library = Recorded()
-        monkeypatch.setitem(find._known, Array, self.library)
+        monkeypatch.setitem(find._libraries, Array, self.library)
         call.CALL_CACHE.clear()
 
     @contextlib.contextmanager
