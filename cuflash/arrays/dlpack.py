@@ -63,7 +63,7 @@ class DlpackLibrary(Library):
             raise _without_device(name, f"returned {dl_device!r}") from error
 
     def to_cupy(self, array: Any, name: str = "an array") -> Any:
-        """The same memory as a CuPy array; CuPy's current stream waits for the producer."""
+        """Returns a CuPy array of the same memory; CuPy's current stream waits for the producer."""
         return self._read(cupy_module().from_dlpack, array, name)
 
     def to_numpy(self, array: Any, name: str = "an array") -> np.ndarray[Any, Any]:

@@ -43,7 +43,7 @@ def library_of(name: str, array: Any) -> Library:
     library = _libraries.get(type(array))
     if library is None:
         library = _find(name, array)
-        # why asked of the type: of others, each array may have another library, or none.
+        # why by the type: of others, each array may have another library, or none.
         if hasattr(type(array), "__dlpack__"):
             _libraries[type(array)] = library
     return library

@@ -72,7 +72,7 @@ class GpuLibrary(Library):
         """Copies the elements: target[...] = source."""
 
     def to_cupy(self, array: Any) -> Any:
-        """The same memory as a CuPy array (`algorithm="standard"` only)."""
+        """Returns a CuPy array of the same memory (`algorithm="standard"` only)."""
 
     def from_cupy(self, array: Any) -> Any:
         """A CuPy result as an array of this framework, without a copy."""

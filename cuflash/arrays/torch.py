@@ -28,7 +28,7 @@ class TorchLibrary(GpuLibrary):
         self._dtypes = {name: dtype for dtype, name in self._names.items()} | {"int8": torch.int8}  # of results
         # why: the public current_stream() takes 4 µs to build an object; Triton and Inductor read this handle, too.
         self.stream = getattr(torch._C, "_cuda_getCurrentRawStream", self._current_stream)
-        # why: the public current_device() first asks whether torch has initialised CUDA; a GPU tensor implies that.
+        # why: the public current_device() first checks that torch has initialised CUDA; a GPU tensor implies that.
         self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         self.key = TensorKeys(torch, self._key).find
         # why: tensors that torch.func wraps have no memory of their own, and may show that of something else.

@@ -2,7 +2,7 @@
 
 A guard compares types, shapes, strides, dtypes, devices and all that autograd and views add to a tensor, of all tensors
 of a call together, in less time than Python takes to ask one of them. It is not public: where PyTorch has none, or
-another one than is expected here, keys are made of what Python asks.
+another one than is expected here, keys are made of attributes that Python reads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Recent(NamedTuple):
 class TensorKeys:
     """Finds keys of arrays, which are equal for those that differ in their memory alone.
 
-    key_of: makes the key of one tensor; its last element tells that the tensor must be judged anew each time.
+    key_of: makes the key of one tensor; its last element is True where the tensor must be validated each time.
     """
 
     def __init__(self, torch: Any, key_of: Callable[[Any], tuple[Any, ...]]) -> None:
@@ -48,7 +48,7 @@ class TensorKeys:
     def find(self, arrays: Sequence[Any]) -> Hashable:
         """The key of the arrays of a call, of which None is no array."""
         types = [*map(type, arrays)]
-        # why: a guard that is asked about a nested tensor ends the process.
+        # why: a guard that checks a nested tensor ends the process.
         if not any([x is not None and x.is_nested for x in arrays]):
             for recent in self._recent:
                 if recent.types == types and recent.is_alike(*recent.tensors(arrays)):
@@ -66,7 +66,7 @@ class TensorKeys:
         return key
 
     def _remember(self, arrays: Sequence[Any], types: list[type], key: Hashable) -> None:
-        """Makes a guard of these arrays the first of those that are asked."""
+        """Makes a guard of these arrays the first that is tried."""
         present = [number for number, x in enumerate(arrays) if x is not None]
         tensors = [arrays[number] for number in present]
         # why: a guard refuses a tensor that is given twice.
@@ -91,7 +91,7 @@ def _guards(torch: Any) -> Any:
             others = [(one.t(), other), (one, one), (one.double(), other), (one, other[:, :1])]
             others.append((like(2, 3, requires_grad=True), other))
             check = guards(one, other).check
-            tells = check(like(2, 3), like(3, 2)) and not any(check(*each) for each in others)
+            tells_apart = check(like(2, 3), like(3, 2)) and not any(check(*each) for each in others)
     except Exception:  # what is not public may raise anything
         return None
-    return guards if tells else None
+    return guards if tells_apart else None

@@ -79,7 +79,7 @@ def backward(
     pair whose product of q and k is -inf counts as hidden, and NaN in a row may reach gradients of keys that a mask
     hides from it.
 
-    `deterministic=True` asks for bitwise repeatable results; NumPy's always are. On a GPU dq is otherwise added up in
+    `deterministic=True` gives bitwise repeatable results; NumPy's always are. On a GPU dq is otherwise added up in
     no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and so are dk and dv
     of keys that several blocks share. Deterministic, Hopper's kernels add dq up in the order of the keys; those of any
     GPU compute the scores twice instead and take about a third longer. Over head dim 128 Hopper has a kernel for each

@@ -42,14 +42,14 @@ class BlockMask:
                 "block_mask was made for batch=1 with arrays that tell lengths, and so knows those of one sequence "
                 f"alone, but the call has {count} sequences; give create_block_mask batch={count} and the arrays of all"
             )
-        asks = not self.graph.root.inputs.isdisjoint(("seqlen_q", "seqlen_k"))
+        uses_lengths = not self.graph.root.inputs.isdisjoint(("seqlen_q", "seqlen_k"))
         for side, name in enumerate("qk"):
             bounds, used = getattr(varlen, f"cu_seqlens_{name}"), getattr(varlen, f"seqused_{name}")
             has_varlen_args = bounds is not None or used is not None
-            # why not the other way round: cells of whole sequences hold for shorter ones, unless the mask asks.
+            # why not the other way round: cells of whole sequences hold for shorter ones, unless the mask uses lengths.
             if self.tells[side] and not has_varlen_args:
                 how = "with arrays that tell", "has none"
-            elif asks and has_varlen_args and not self.tells[side]:
+            elif uses_lengths and has_varlen_args and not self.tells[side]:
                 how = "without the arrays that tell", "has some, and its mask_mod asks for lengths"
             else:
                 continue
@@ -60,17 +60,18 @@ class BlockMask:
 
     def __repr__(self) -> str:
         total = max(self.cells.size if isinstance(self.cells.size, int) else self.cells.numel(), 1)
-        shares = (f"{_count_of(self.cells == kind) / total:.0%} {name}" for kind, name in enumerate(_KINDS))
+        shares = (f"{_count_true(self.cells == kind) / total:.0%} {name}" for kind, name in enumerate(_KINDS))
         sizes = ", ".join(f"{name}={size}" for name, size in zip(Sizes._fields, self.sizes, strict=True))
         return f"BlockMask({sizes}, cells: {', '.join(shares)})"
 
 
-def _count_of(are_such: Any) -> int:
-    """How many elements of an array of bools are True. why not by its method alone: the array API standard has none."""
-    if hasattr(are_such, "sum"):
-        return int(are_such.sum())
-    xp = are_such.__array_namespace__()
-    return int(xp.sum(xp.astype(are_such, xp.int64)))
+def _count_true(mask: Any) -> int:
+    """Returns the number of True elements of an array of bools."""
+    # why not by the method alone: the array API standard has none.
+    if hasattr(mask, "sum"):
+        return int(mask.sum())
+    xp = mask.__array_namespace__()
+    return int(xp.sum(xp.astype(mask, xp.int64)))
 
 
 def _count(varlen: VarlenArgs) -> int:

@@ -64,7 +64,7 @@ def forward(
     float32 on a GPU is computed as three TF32 products; an infinite element that is seen gives NaN there. A mask hides
     k and v whatever they hold. On a GPU, NaN or infinity in a hidden row of v may still reach some queries, the same in
     each run: those less than 128 rows (Hopper: 192) from a query that sees a key less than 128 from that row, and with
-    algorithm="standard" all. What lies past a length reaches nobody.
+    algorithm="standard" all. What lies past a length reaches no query.
     head_dim and head_dim_v go independently from 1 to 256, to 512 where the GPU's shared memory allows; on the CPU any.
     heads_q is a multiple of heads_kv; query head h uses kv head `h // (heads_q // heads_kv)`.
 

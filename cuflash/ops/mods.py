@@ -30,7 +30,7 @@ VarlenInputs = tuple[Any, ...]  # `VarlenArgs` that the op takes; () for a dense
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """What stands for an array of which only the shape and the dtype are known."""
+    """Stand-in for an array of which only the shape and the dtype are known."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,7 +48,7 @@ class ModArgs(NamedTuple):
 
 
 class ModCall(NamedTuple):
-    """An op, the arrays that it reads after those of the plain op, and where gradients that were asked for are.
+    """An op, the arrays that it reads after those of the plain op, and the places of requested gradients.
 
     needs_seed: whether the seed of dropout is to follow the arrays; then come the mask tiles. grads: of each gradient,
     the numbers of the further results whose sum it is.
@@ -120,7 +120,7 @@ def resolve_mods(
 
 
 class _Kind(NamedTuple):
-    """What calls have in common whose arguments are of the same kinds: the op, without gradients that are asked for.
+    """Common part of calls whose arguments are of the same kinds: the op, without requested gradients.
 
     band: what is left of a mask that the arguments of a plain call could say, if it hides anything. has_mask: whether
     the mask is a part of kernels.

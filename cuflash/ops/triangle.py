@@ -53,9 +53,9 @@ def attended(
     mask: Any,
     softmax_scale: float | None,
 ) -> Any:
-    """The same by one of the calls of attention, of the doors to frameworks, too: `attend(q, k, v, …)`.
+    """Returns triangle attention by `attend(q, k, v, …)`, a call of attention, here or in a framework.
 
-    dtype_of: the name of the dtype of an argument, of which it is judged to be an array. numbers: 0, 1, … as integers,
+    dtype_of: the name of the dtype of an argument, which is checked to be an array. numbers: 0, 1, … as integers,
     beside an array.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):

@@ -1,1 +1,1 @@
-"""*What* is asked: arguments are judged here, and nowhere else, and become one frozen `Problem`."""
+"""*What* is computed: arguments are validated here, and nowhere else, and become one frozen `Problem`."""

@@ -1,4 +1,4 @@
-"""What is asked of an array before anything runs: everything but its memory."""
+"""Arrays without their memory: shape, strides, dtype, device and library, all that is validated before a call runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _FAR, _MOST_WORK = 2**60, 100_000
 
 
 def overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool | None:
-    """Whether elements of two NumPy arrays lie in the same bytes; None where their strides make it too long to tell."""
+    """Returns whether two NumPy arrays share bytes of elements; None where their strides make it too long to tell."""
     try:
         return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except (np.exceptions.TooHardError, OverflowError):
@@ -106,7 +106,7 @@ def overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool | No
 
 @lru_cache(maxsize=1024)  # why: parts of one array that are handed over again lie as far apart as before
 def share_memory(first: ArraySpec, second: ArraySpec, distance: int) -> bool:
-    """Whether elements of two arrays lie in the same bytes; the second begins `distance` bytes behind the first.
+    """Returns whether two arrays share bytes of elements; the second begins `distance` bytes behind the first.
 
     It raises ProblemError where their strides make it too long to tell.
     """
@@ -123,7 +123,7 @@ def share_memory(first: ArraySpec, second: ArraySpec, distance: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def repeats_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | None:
-    """Whether two elements of an array of such strides are the same one; None where it takes too long to tell."""
+    """Returns whether two elements of an array of such strides are one; None where it takes too long to tell."""
     if 0 in shape:
         return False
     reach = 0
@@ -133,8 +133,8 @@ def repeats_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | N
         reach += stride * (length - 1)
     else:  # each step goes past all that the smaller ones reach
         return False
-    # Two elements differ first in one of the axes, where one of them may be taken to stand at index 0: what is asked of
-    # each axis is whether that part of the array shares an element with the part behind it.
+    # Two elements differ first in one of the axes, where one of them may be taken to stand at index 0: for each axis,
+    # the question is whether that part of the array shares an element with the part behind it.
     whole = _placeholder(shape, strides)
     parts = [whole[(0,) * axis] for axis in range(len(shape))]
     overlaps = [overlap(part[:1], part[1:]) for part in parts]

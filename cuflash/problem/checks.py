@@ -1,4 +1,4 @@
-"""What is judged of a single array of a call, or of all of them, alike for every op."""
+"""Checks of a single array of a call, or of all of them, alike for every op."""
 
 from __future__ import annotations
 

@@ -4,5 +4,5 @@ SHARES = 1 << 16  # 16 bits decide about a weight
 
 
 def share_kept(dropout_p: float) -> int:
-    """How many of 2^16 weights are kept: what the weights that stay are divided by is this share exactly."""
+    """Returns how many of 2^16 weights stay. These are divided by exactly this share."""
     return round((1.0 - dropout_p) * SHARES)

@@ -40,7 +40,7 @@ GPU_DTYPES = tuple(name for name, row in DTYPES.items() if row.cuda is not None)
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether it is a dtype object of an array library, such as numpy.float16, and not the name of one."""
+    """Returns whether it is a dtype object of an array library, such as numpy.float16, and not the name of one."""
     return isinstance(value, (np.dtype, type)) or type(value).__name__ in ("dtype", "DType")
 
 

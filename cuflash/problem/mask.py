@@ -1,4 +1,4 @@
-"""Which keys a query sees. `kernels_cu/common/mask.cuh` mirrors this file, and a test compares the two."""
+"""Masks by diagonals and windows. `kernels_cu/common/mask.cuh` mirrors this file, and a test compares the two."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Mask(NamedTuple):
         return cls(seqlen_q, seqlen_k, lo, hi)
 
     def within(self, band: Band) -> Mask:
-        """What both this mask and a band show."""
+        """Returns the mask that shows the keys which both this one and a band show."""
         offset = self.seqlen_k - self.seqlen_q if band.from_end else 0
         lo = self.lo if band.lo is None else max(self.lo, offset + band.lo)
         hi = self.hi if band.hi is None else min(self.hi, offset + band.hi)
@@ -55,7 +55,7 @@ class Mask(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Every query sees every key."""
+        """True where every query sees every key."""
         return self.lo == -self.seqlen_q and self.hi == self.seqlen_k
 
     def visible(self, rows: Any, keys: Any) -> Any:
@@ -83,7 +83,7 @@ class Mask(NamedTuple):
         return (begin, end) if self.lo <= self.hi and key_begin < key_end and begin < end else (0, 0)
 
     def num_visible(self) -> int:
-        """How many (query, key) pairs are visible: what the FLOPs of a masked problem are counted from."""
+        """Returns the number of visible (query, key) pairs, from which the FLOPs of a masked problem are counted."""
         if self.is_full:
             return self.seqlen_q * self.seqlen_k
         if self.lo > self.hi:

@@ -1,4 +1,4 @@
-"""What is judged of the arrays that mods read, beside q, k and v."""
+"""Checks of the arrays that mods read, beside q, k and v."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Mods: one expression for each, and the kinds of the arrays that they load from.
 
-Functions, a bias and what is asked of them become one expression for scores and one for the mask, so that nobody else
-tells them apart: a bias is an array that the score loads from, and one of bools is a part of the mask.
+Functions and a bias become one expression for scores and one for the mask, so that no other code treats them apart: a
+bias is an array that the score loads from, and one of bools is a part of the mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BIAS_AXES = ("b", "h", "q_idx", "k_idx")
 
 
 class Kind(NamedTuple):
-    """What code depends on of an array that is loaded from, and its name as an operand of the call."""
+    """Properties of a loaded array that code depends on, and its name as an operand of the call."""
 
     name: str
     dtype: str
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What code depends on of a bias: its dtype, and which of its axes are longer than 1."""
+    """Properties of a bias that code depends on: its dtype, and which of its axes are longer than 1."""
 
     dtype: str
     varies: tuple[bool, ...]
@@ -39,7 +39,7 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModSpec:
-    """What a call changes in scores and weights. Those of equal digests are equal.
+    """Changes that a call makes in scores and weights. Specs of equal digests are equal.
 
     score: the final score in terms of the one that is scaled and capped; None if that stays. mask: whether a key is
     seen; None if all are. arrays: what they load from, by number. has_sinks: whether a sink takes part of the weights.
@@ -59,7 +59,7 @@ class ModSpec:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is different from a plain call."""
+        """True where anything is different from a plain call."""
         return not (self.score is self.mask is None and not (self.has_sinks or self.drops))
 
     @property
@@ -76,7 +76,7 @@ def make_mod_spec(
     drops: bool = False,
     has_block_mask: bool = False,
 ) -> ModSpec:
-    """What a call with these arguments changes. The arrays are those of score_mod, those of mask_mod, then the bias."""
+    """Returns the changes of a call with these arguments. Arrays: those of score_mod, of mask_mod, then the bias."""
     graphs = (score_mod, mask_mod)
     digests = tuple(None if each is None else each.digest for each in graphs)
     kinds: list[Kind] = []

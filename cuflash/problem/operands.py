@@ -48,7 +48,7 @@ class Operand(NamedTuple):
 
     @property
     def called(self) -> str:
-        """What errors call the array: those that functions refer to have no name that the caller knows."""
+        """Name of the array in errors: those that functions refer to have no name that the caller knows."""
         return "an array that score_mod or mask_mod refers to" if self.dtype == CAPTURED else self.name
 
 
@@ -154,7 +154,7 @@ BACKWARD = Op(
 OPS = {op.name: op for op in (FORWARD, LSE_ONLY, BACKWARD)}
 
 
-# The same ops on variable-length sequences. why ops of their own: a dense call asks nothing of arrays that it lacks.
+# The same ops on variable-length sequences. why ops of their own: a dense call does no work for arrays that it lacks.
 VARLEN_OPS = {
     name: replace(op, inputs=(*op.inputs, *PACKED_OR_USED, *(() if op is BACKWARD else CACHED)))
     for name, op in OPS.items()
@@ -187,7 +187,7 @@ def mod_op(
 
 @lru_cache(maxsize=256)
 def banded(op: Op, band: Band, sizes: Sizes | None = None) -> Op:
-    """The same op where a query sees the keys of a band alone. It is judged to be a problem of the op itself.
+    """Returns the op where a query sees the keys of a band alone. Its problem is one of the plain op.
 
     sizes: those of the block mask that the band was given as, if any.
     """
@@ -206,7 +206,7 @@ def _loaded(mod_spec: ModSpec) -> list[Operand]:
 def block_mask_op(mod_spec: ModSpec, sizes: Sizes) -> Op:
     """`create_block_mask` of a mask: the mask tiles of 64 queries x 64 keys, from what the mask loads from.
 
-    The first input tells the library and the device alone.
+    Of the first input, the library and the device count alone.
     """
     like = Operand("like", (), ANYTHING, any_last_stride=True)
     return Op(

@@ -59,7 +59,7 @@ def check_integer(name: str, value: Any) -> int:
 
 
 def _of_array(value: Any) -> str:
-    """What to do with an array of one element that is to be a number."""
+    """Returns a hint for an array of one element that is to be a number, else an empty string."""
     hint = " (item() of an array of one element is a number; what is traced has none yet: make it static)"
     return hint if hasattr(value, "__dlpack__") and not isinstance(value, type) else ""
 
@@ -185,7 +185,7 @@ def _out_dtype(value: Any, context: OptionContext) -> str:
 
 
 class Option(NamedTuple):
-    """How an argument is judged, and which ops take it."""
+    """Validator of an argument, and the ops that take it."""
 
     validate: Callable[[Any, OptionContext], Any]
     ops: tuple[str, ...] = ("forward", "lse", "backward")
@@ -315,8 +315,3 @@ def _validated(key: tuple[Any, ...], context: OptionContext) -> Options:
 def _scores(scale: float, softcap: float) -> ScoreConstants:
     capped = (softcap / scale, scale / softcap) if softcap else (0.0, 0.0)
     return ScoreConstants(scale, scale * LOG2_E, *capped)
-
-
-def names(op: str) -> list[str]:
-    """The options that an op takes."""
-    return [name for name, row in ROWS.items() if op in row.ops]

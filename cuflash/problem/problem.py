@@ -69,7 +69,7 @@ class Problem(NamedTuple):
         band, sizes = op.band, op.sizes
         if band is not None:
             assert op.plain is not None
-            op = op.plain  # why: masks that hide the same keys make the same problem, however they were asked for
+            op = op.plain  # why: masks that hide the same keys make the same problem, however they were given
         specs = (*specs, *[None] * (len(op.operands) - len(specs)))
         named: Any = dict(zip(("q", "k", "v") if "v" in op.index else ("q", "k"), specs, strict=False))
         check_alike(named)
@@ -79,7 +79,7 @@ class Problem(NamedTuple):
         places = varlen_layout(named, varlen_specs) if varlen_specs else None
         lengths, q = _lengths(named, places), named["q"]
         if op.name == "backward" and (out := specs[op.index["out"]]) is not None:
-            # why: out may have been made in float32 from 16-bit inputs, which is all that backward asks of it.
+            # why: out may have been made in float32 from 16-bit inputs, which backward takes, too.
             wide = out.dtype == "float32" and DTYPES[q.dtype].itemsize == 2
             options = options._replace(out_dtype="float32" if wide else None)
         options = options.validated(OptionContext(lengths["head_dim"], q.dtype))
@@ -89,7 +89,7 @@ class Problem(NamedTuple):
             check_unbounded(options)
             varlen = None
         else:
-            # why: gradients of rows that nobody uses are 0 wherever they go.
+            # why: gradients of rows that are not used are 0 wherever they go.
             varlen = SeqlenInfo.from_layout(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
             axes = {**places, **lengths}
@@ -135,7 +135,7 @@ class Problem(NamedTuple):
 
     @property
     def softmax_scale(self) -> float:
-        """What products q kᵀ are multiplied by."""
+        """Factor of the products q kᵀ."""
         return self.options.scores.softmax_scale
 
     @property
@@ -158,7 +158,7 @@ class Problem(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _unmasked(options: Options) -> Options:
-    # why: masks that hide the same keys make the same problem, however they were asked for.
+    # why: masks that hide the same keys make the same problem, however they were given.
     return options._replace(
         causal=False, window_size=(None, None), diagonal_offset=None, max_seqlen_q=None, max_seqlen_k=None
     )
@@ -216,7 +216,7 @@ def _check_ranks(named: dict[str, ArraySpec]) -> None:
 
 @lru_cache(maxsize=64)
 def _dtypes_of(dtype: str, out_dtype: str | None) -> dict[str, tuple[str, ...]]:
-    """Which dtypes an operand may have, by its `Operand.dtype`; the first is that of new arrays."""
+    """Returns the dtypes that an operand may have, by its `Operand.dtype`; the first is that of new arrays."""
     narrow = DTYPES[dtype].itemsize == 2
     return {
         "inputs": (dtype,),

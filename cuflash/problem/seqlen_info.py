@@ -60,7 +60,7 @@ class SeqlenInfo(NamedTuple):
         return cls(**axes, left=left, right=right, offset=offset, zeros_unused=zeros_unused)
 
     def num_slots(self, side: str, batch: int, size: int) -> int:
-        """How many blocks of `size` rows, of q or of k, all sequences may have: `RowSlots` in common/varlen.cuh."""
+        """Returns the most blocks of `size` rows, of q or k, that all sequences have: `RowSlots` in common/varlen.cuh."""
         rows, is_packed = (self.rows_q, self.is_packed_q) if side == "q" else (self.rows_k, self.is_packed_k)
         return rows // size + batch + 2 if is_packed else batch * -(-rows // size)
 
@@ -77,7 +77,7 @@ class SeqlenInfo(NamedTuple):
         return Mask.between(seqlen_q, seqlen_k, first, last)
 
     def within(self, band: Band) -> SeqlenInfo:
-        """The same where a query sees what a band shows it, too, which counts from where this mask does, if any."""
+        """Returns the info where a band hides keys, too. It counts from where this mask does, if there is one."""
         if band.is_open:
             return self
         if self.left is self.right is None:
@@ -144,7 +144,7 @@ def bounded(lengths: Mapping[str, int], options: Options) -> dict[str, int]:
 
 
 def check_unbounded(options: Options) -> None:
-    """Raises ProblemError for options that bound lengths where no array tells any."""
+    """Raises ProblemError for options that bound lengths where no array holds any."""
     for name in ("max_seqlen_q", "max_seqlen_k"):
         if (bound := getattr(options, name)) is not None:
             raise ProblemError(

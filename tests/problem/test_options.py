@@ -11,9 +11,13 @@ import pytest
 import cuflash
 from cuflash.problem import options as options_module
 from cuflash.problem.operands import APPEND_KV, INTEGERS, VARLEN_OPS
-from cuflash.problem.options import DEFAULTS, MAX_KEYS, OptionContext, Options, names, options_key
+from cuflash.problem.options import DEFAULTS, MAX_KEYS, ROWS, OptionContext, Options, options_key
 
 CONTEXT = OptionContext(64, "float16")
+
+
+def names(op: str) -> list[str]:
+    return [name for name, row in ROWS.items() if op in row.ops]
 
 
 @pytest.mark.parametrize("op", ["forward", "lse", "backward"])
