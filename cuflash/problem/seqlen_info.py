@@ -60,7 +60,7 @@ class SeqlenInfo(NamedTuple):
         return cls(**axes, left=left, right=right, offset=offset, zeros_unused=zeros_unused)
 
     def num_slots(self, side: str, batch: int, size: int) -> int:
-        """Returns the most blocks of `size` rows, of q or k, that all sequences have: `RowSlots` in common/varlen.cuh."""
+        """Returns the most blocks of `size` rows, of q or k, of all sequences: `RowSlots` in common/varlen.cuh."""
         rows, is_packed = (self.rows_q, self.is_packed_q) if side == "q" else (self.rows_k, self.is_packed_k)
         return rows // size + batch + 2 if is_packed else batch * -(-rows // size)
 
