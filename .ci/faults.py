@@ -68,7 +68,7 @@ FAULTS = (
           "problem/test_options.py problem/test_problem.py reference/test_forward.py"),
     Fault("the cap is not in units of q kᵀ", OPTIONS, "(softcap / scale, scale / softcap)", "(softcap, 1.0 / softcap)",
           "problem/test_options.py runtime/test_structs.py"),
-    Fault("1 and True are the same argument", OPTIONS, "return values, *map(type, values),", "return values,",
+    Fault("1 and True are the same argument", OPTIONS, "return self, *map(type, self),", "return self,",
           "problem/test_options.py problem/test_problem.py"),
     Fault("memory that repeats is written to", "problem/array_spec.py", "length > 1 and stride <= reach",
           "length > 1 and stride < reach", "ops/test_memory.py"),

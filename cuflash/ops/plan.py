@@ -130,11 +130,10 @@ def plan(
     varlen_kwargs = varlen_args._asdict()
     operands = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
     operands |= {name: operand for name, operand in (varlen_kwargs | {"out": out}).items() if operand is not None}
-    specs, misaligned = {}, []
-    for name, operand in operands.items():
-        specs[name], aligned = _spec(name, operand, INTEGERS if q_dtype and name in varlen_kwargs else q_dtype)
-        if not aligned:
-            misaligned.append(name)
+    dtypes = dict.fromkeys(varlen_kwargs, INTEGERS) if q_dtype else {}
+    pairs = {name: _spec(name, operand, dtypes.get(name, q_dtype)) for name, operand in operands.items()}
+    specs = {name: spec for name, (spec, _) in pairs.items()}
+    misaligned = [name for name, (_, is_aligned) in pairs.items() if not is_aligned]
     whole = OPS[op] if varlen_kwargs.keys().isdisjoint(operands) else VARLEN_OPS[op]
     if unknown := operands.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
@@ -151,11 +150,8 @@ def plan(
         seed = dropout_seed if is_array else Shaped((), "int64")
         if not call.needs_seed:
             check_mod_array(DROPOUT_SEED, _spec_like("dropout_seed", seed, specs["q"], q_dtype), specs["q"], {})
-        names = [x.name for x in call.op.inputs[len(whole.inputs) :]]
-        specs |= {
-            name: _spec_like(name, x, specs["q"], q_dtype)
-            for name, x in zip(names, call.inputs_with(seed), strict=True)
-        }
+        for operand, x in zip(call.op.inputs[len(whole.inputs) :], call.inputs_with(seed), strict=True):
+            specs[operand.name] = _spec_like(operand.name, x, specs["q"], q_dtype)
         whole = call.op
     problem = Problem.from_specs(whole, [specs.get(name) for name in whole.names], options)
     return make_plan(problem, _device(device, problem, isinstance(q, SHAPES)), misaligned)

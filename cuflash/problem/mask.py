@@ -1,4 +1,4 @@
-"""Masks by diagonals and windows. `kernels_cu/common/mask.cuh` mirrors this file, and a test compares the two."""
+"""Which keys a query sees. `kernels_cu/common/mask.cuh` mirrors this file, and a test compares the two."""
 
 from __future__ import annotations
 
