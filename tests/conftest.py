@@ -6,6 +6,7 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ pytest.register_assert_rewrite("hopper", "libraries", "refusals", "tensors", "wo
 
 from drivers import FakeDriver
 from libraries import memory_of_nan
+from plans import for_any_gpu
 from variants import sampled
 
 from cuflash import reference
@@ -148,6 +150,13 @@ def cupy() -> Any:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """What takes the place of the driver where tensor maps are made."""
     return FakeDriver.install(monkeypatch)
+
+
+@pytest.fixture(params=[False, True], ids=["", "any_gpu"])
+def any_gpu(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether a test runs on the kernels for any GPU, on Hopper too; it runs once so, and once on its GPU's own."""
+    with for_any_gpu() if request.param else nullcontext():
+        yield request.param
 
 
 @pytest.fixture

@@ -28,22 +28,18 @@ OF_FLASH_ATTN_3 = (
     *("flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"),
     *("flash_attn_with_kvcache", "get_scheduler_metadata"),
 )
-PATHS: dict[str, tuple[str, ...]] = {
-    "cuflash": (
+# Each with the packages that it imports beside NumPy.
+PATHS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cuflash": ((), (
         *("BlockMask", "CompileError", "ProblemError", "UnsupportedError", "append_kv", "backward"),
         *("create_block_mask", "forward", "lse", "merge_states", "mods", "plan", "triangle_attention"),
-    ),
-    "cuflash.mods": (
+    )),
+    "cuflash.mods": ((), (
         *MASKS, *FUNCTIONS, "alibi", "position_of", "relative_position", "seqlen_k", "seqlen_q", "softcap",
-    ),
-    "cuflash.reference": ("flash1", "flash2", "flashd"),
-    "cuflash.reference.flash1": ("finish", "start", "update"),
-    "cuflash.reference.flash2": ("finish", "start", "update"),
-    "cuflash.reference.flashd": ("finish", "start", "update"),
-    "cuflash.reference.tiles": ("Tile",),
-}  # fmt: skip
-# Each with the packages that it imports.
-OF_FRAMEWORKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    )),
+    "cuflash.reference": ((), ("flash1", "flash2", "flashd")),
+    **{f"cuflash.reference.flash{name}": ((), ("finish", "start", "update")) for name in "12d"},
+    "cuflash.reference.tiles": ((), ("Tile",)),
     "cuflash.frameworks": ((), ()),
     "cuflash.frameworks.flash_attn": (("torch",), ("activate", "restore")),
     "cuflash.frameworks.flash_attn_interface": (("torch",), OF_FLASH_ATTN_2),
@@ -59,22 +55,16 @@ OF_FRAMEWORKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("torch", "transformers"),
         ("cuflash_attention_forward", "cuflash_mask", "register"),
     ),
-}
+}  # fmt: skip
 # Modules that a function of their own package hides. This set may only shrink.
 HIDDEN = {"cuflash.reference.backward"}
 
 
 @pytest.mark.parametrize("module", PATHS)
 def test_a_public_path_resolves(module: str) -> None:
-    missing = [name for name in PATHS[module] if not hasattr(importlib.import_module(module), name)]
-    assert not missing
-
-
-@pytest.mark.parametrize("module", OF_FRAMEWORKS)
-def test_a_path_of_a_framework_resolves(module: str) -> None:
-    needed, names = OF_FRAMEWORKS[module]
+    packages, names = PATHS[module]
     assert find_spec(module) is not None
-    if all(map(find_spec, needed)):
+    if all(map(find_spec, packages)):
         imported = importlib.import_module(module)
         assert not [name for name in names if not hasattr(imported, name)]
 

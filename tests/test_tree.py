@@ -38,7 +38,8 @@ LAYERS = {
     13: ("__main__",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
-# Where a module is tested that has no tests/<room>/test_<module>.py; a room stands for all of its modules.
+# Where a module is tested that has neither test_<module>.py nor test_<subfolder>_<module>.py in tests/<folder>; a folder
+# stands for all of its modules.
 TESTED_ELSEWHERE = {
     "arrays": "arrays/test_arrays.py",
     "tools": "tools/test_bench.py",
@@ -59,21 +60,15 @@ TESTED_ELSEWHERE = {
     "runtime/cpu": "problem/test_bad_input.py",
     **dict.fromkeys((f"frameworks/flash_attn/{name}" for name in ("arguments", "v2", "v3")),
                     "frameworks/test_flash_attn.py"),
-    "frameworks/flash_attn/bert_padding": "frameworks/test_flash_attn_bert_padding.py",
     "frameworks/flash_attn/kvcache": "frameworks/test_flash_attn_cache.py",
-    "frameworks/flash_attn/mods": "frameworks/test_flash_attn_mods.py",
     "frameworks/flash_attn/v2_private": "frameworks/test_flash_attn_private.py",
     "frameworks/flash_attn/v3_private": "frameworks/test_flash_attn_3_private.py",
     "frameworks/flash_attn/v4": "frameworks/test_flash_attn_4_interface.py",
-    "frameworks/jax/mods": "frameworks/test_jax_mods.py",
     "frameworks/jax/mod_attributes": "frameworks/test_jax_mods.py",
     "frameworks/jax/partition": "frameworks/test_xla_partition.py",
     "frameworks/jax/arguments": "frameworks/test_jax.py",
     **dict.fromkeys((f"frameworks/jax/{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
     "frameworks/torch/autograd": "frameworks/test_torch_func.py",
-    "frameworks/torch/flex": "frameworks/test_torch_flex.py",
-    "frameworks/torch/mods": "frameworks/test_torch_mods.py",
-    "frameworks/torch/ops": "frameworks/test_torch_ops.py",
     "frameworks/torch/sdpa_masks": "frameworks/test_sdpa.py",
     "frameworks/torch/tensors": "frameworks/test_torch.py",
     "frameworks/torch/varlen": "frameworks/test_torch_sequences.py",
@@ -151,8 +146,9 @@ def test_every_module_has_tests_that_pytest_collects() -> None:
     assert set(TESTED_ELSEWHERE) <= modules | folders, "an entry of the table is of no module"
     file_of = {}
     for name in sorted(modules):
-        folder, *_, module = name.split("/")
-        files = TESTED_ELSEWHERE.get(name), f"{folder}/test_{module}.py", TESTED_ELSEWHERE.get(folder)
+        folder, *between, module = name.split("/")
+        alone, joined = (f"{folder}/test_{stem}.py" for stem in (module, "_".join((*between[:1], module))))
+        files = TESTED_ELSEWHERE.get(name), alone, joined, TESTED_ELSEWHERE.get(folder)
         file_of[name] = next((file for file in files if file and (ROOT / "tests" / file).is_file()), None)
     assert not [name for name, file in file_of.items() if file is None], "these have no test file"
     # Collected in a process of its own: this one may run some of the tests only.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from libraries import torch_of
+from libraries import recorded, torch_of
 from mod_table import SMALL as CASE
 from mod_table import of_lengths
 from plans import for_any_gpu
@@ -36,11 +37,7 @@ def tree(put: Put, case: Case) -> Arguments:
 
 def of_heads(put: Put, case: Case) -> Arguments:
     """Heads that see one of four parts of the keys each, in turns that differ by sequence."""
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return k_idx // 70 % 4 == (h + b) % 4
-
-    return {"mask_mod": mask_mod}
+    return {"mask_mod": lambda b, h, q_idx, k_idx: k_idx // 70 % 4 == (h + b) % 4}
 
 
 SAMPLES: dict[str, Maker] = {
@@ -139,7 +136,6 @@ def test_a_block_mask_goes_with_scores_a_window_and_a_cap(cupy: Any, dims: tuple
     check_gradients(inputs, of_numpy, host(out), None, gradients, grads)
 
 
-@pytest.mark.parametrize("any_gpu", [False, True])
 def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
     """Keys of the middle tile are hidden from all: what they hold leaves no trace, in k and v, and has no gradient."""
     hidden = slice(128, 384)
@@ -149,22 +145,20 @@ def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
 
     case = of_lengths((260, 500))
     outputs = []
-    with for_any_gpu() if any_gpu else nullcontext():
-        for fill in (0.0, np.nan):
-            q, k, v = case.arrays()
-            k[:, hidden] = v[:, hidden] = fill
-            arrays = [cupy.asarray(x) for x in (q, k, v)]
-            mod_kwargs = make(cupy.asarray, case)
-            block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 1, 1, 260, 500, like=arrays[0])
-            kinds = set(np.unique(host(block_mask.cells)).tolist())
-            assert kinds == {EMPTY, FULL}
-            outputs.append(results(case, {"block_mask": block_mask}, arrays))
-            assert not any(host(x)[:, hidden].any() for x in outputs[-1][3:])
-        assert identical(*outputs)
+    for fill in (0.0, np.nan):
+        q, k, v = case.arrays()
+        k[:, hidden] = v[:, hidden] = fill
+        arrays = [cupy.asarray(x) for x in (q, k, v)]
+        mod_kwargs = make(cupy.asarray, case)
+        block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 1, 1, 260, 500, like=arrays[0])
+        kinds = set(np.unique(host(block_mask.cells)).tolist())
+        assert kinds == {EMPTY, FULL}
+        outputs.append(results(case, {"block_mask": block_mask}, arrays))
+        assert not any(host(x)[:, hidden].any() for x in outputs[-1][3:])
+    assert identical(*outputs)
     check(OracleInputs.dense(case, (q, k, v)), make_oracle_mods(make, case), *outputs[0][:2])
 
 
-@pytest.mark.parametrize("any_gpu", [False, True])
 def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
     """Blocks of queries, and whole heads, see nothing; the last mask tiles of an axis are short."""
 
@@ -179,12 +173,11 @@ def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
     block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 3, 4, 390, 450, like=arrays[0])
     assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
     inputs, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case)
-    with for_any_gpu() if any_gpu else nullcontext():
-        for keywords in (mod_kwargs, {"block_mask": block_mask}):
-            out, lse, *gradients = results(case, keywords, arrays)
-            check(inputs, of_numpy, out, lse)
-            check(inputs, of_numpy, None, cuflash.lse(*arrays[:2], **keywords))
-            check_gradients(inputs, of_numpy, host(out), None, gradients)
+    for keywords in (mod_kwargs, {"block_mask": block_mask}):
+        out, lse, *gradients = results(case, keywords, arrays)
+        check(inputs, of_numpy, out, lse)
+        check(inputs, of_numpy, None, cuflash.lse(*arrays[:2], **keywords))
+        check_gradients(inputs, of_numpy, host(out), None, gradients)
     assert not host(out)[:, 100:320].any()
     assert not host(out)[:, :, 1].any()
     assert np.isneginf(host(lse)[:, :, 100:320]).all()
@@ -196,7 +189,6 @@ ISLANDS = np.zeros(150, np.int32)
 ISLANDS[[0, 31, 32, 129]], ISLANDS[[1, 66, 97, 149]] = 1, 2
 
 
-@pytest.mark.parametrize("any_gpu", [False, True])
 @pytest.mark.parametrize("axis", ["queries", "keys"])
 def test_long_runs_of_empty_cells_are_passed_over(cupy: Any, axis: str, any_gpu: bool) -> None:
     def make(put: Put, case: Case) -> Arguments:
@@ -214,9 +206,8 @@ def test_long_runs_of_empty_cells_are_passed_over(cupy: Any, axis: str, any_gpu:
     sizes = 1, case.heads_q, case.seqlen_q, case.seqlen_k
     block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], *sizes, like=arrays[0])
     assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
-    with for_any_gpu() if any_gpu else nullcontext():
-        outputs = results(case, {"block_mask": block_mask}, arrays)
-        assert identical(results(case, mod_kwargs, arrays), outputs)
+    outputs = results(case, {"block_mask": block_mask}, arrays)
+    assert identical(results(case, mod_kwargs, arrays), outputs)
     inputs, of_numpy = OracleInputs.dense(case, case.arrays()), make_oracle_mods(make, case)
     check(inputs, of_numpy, *outputs[:2])
     check_gradients(inputs, of_numpy, host(outputs[0]), None, outputs[2:])
@@ -251,11 +242,7 @@ def test_a_block_mask_serves_later_calls_in_graphs(cupy: Any) -> None:
     with stream:
         block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 2, 1, 300, 300, like=arrays[0])
         for keywords in (mod_kwargs, {"block_mask": block_mask}):
-            for _ in range(2):
-                cuflash.forward(*arrays, out=out, **keywords)
-            stream.begin_capture()
-            cuflash.forward(*arrays, out=out, **keywords)
-            graph = stream.end_capture()
+            graph, _ = recorded(stream, partial(cuflash.forward, *arrays, out=out, **keywords))
             out.fill(0)
             graph.launch()
             stream.synchronize()

@@ -21,17 +21,11 @@ MASK_TILE, KEY_BLOCK = 64, 128
 
 
 def of_sequences(put: Put, case: Case) -> Arguments:
-    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return (k_idx >= q_idx // 3) & (k_idx < q_idx + 100 + 300 * b)
-
-    return {"mask_mod": mask_mod}
+    return {"mask_mod": lambda b, h, q_idx, k_idx: (k_idx >= q_idx // 3) & (k_idx < q_idx + 100 + 300 * b)}
 
 
 def of_heads(put: Put, case: Case) -> Arguments:
-    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return k_idx // 70 % 4 <= (h + b) % 4 * (q_idx // 400 % 2)
-
-    return {"mask_mod": mask_mod}
+    return {"mask_mod": lambda b, h, q_idx, k_idx: k_idx // 70 % 4 <= (h + b) % 4 * (q_idx // 400 % 2)}
 
 
 def last_launch(

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from mod_table import launched, names_of
+from libraries import recorded
+from mod_table import check_sequences, forward_sequences, launched, names_of
 from plans import for_any_gpu
 
 import cuflash
@@ -21,9 +23,8 @@ from cuflash.mods import seqlen_k, seqlen_q
 from cuflash.planning import decoding
 from cuflash.testing.functions import FUNCTIONS, Maker, alibi, bias_of, bounded, dropped, joined, sinks_of, softcap
 from cuflash.testing.layouts import host, identical
-from cuflash.testing.mod_oracle import OracleInputs, check
-from cuflash.testing.mods import bounds_case, make_oracle_mods, without_grads
-from cuflash.testing.sequences import Sequences, VarlenArrays, varlen_arrays
+from cuflash.testing.mods import bounds_case, without_grads
+from cuflash.testing.sequences import Sequences, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = (2100, 0, 1, 127, 128, 129, 63, 65)
@@ -69,17 +70,11 @@ def family(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def forward(cupy: Any, inputs: VarlenArrays, make: Maker, **more: Any) -> Any:
-    """`(out, lse)`."""
-    mod_kwargs = without_grads(make(cupy.asarray, bounds_case(inputs)))
-    return cuflash.forward(**inputs.arguments(cupy) | mod_kwargs | more, return_lse=True)
-
-
 def check_all(cupy: Any, case: Sequences, make: Maker, **more: Any) -> Any:
     """A call that shares keys out, held against float64. Returns out and lse, which are the same bits again."""
     inputs = varlen_arrays(case)
     with launched() as plans:
-        out, lse = forward(cupy, inputs, make, **more)
+        out, lse = check_sequences(cupy, inputs, make, **more)
     if max(case.queries) * case.heads[0] // case.heads[1] <= decoding.FEW_ROWS and more.get("num_splits") != 1:
         arguments = inputs.arguments(cupy)
         arrays = [arguments.pop(name) for name in "qkv"]
@@ -87,11 +82,10 @@ def check_all(cupy: Any, case: Sequences, make: Maker, **more: Any) -> Any:
         *before, name = names_of(plans)  # where none decodes, mask tiles are found before
         assert ("_decode" in name) == ("_decode" in plain.kernel)
         assert not before or "_decode" not in name
-    check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds_case(inputs)), out, lse)
     unused = inputs.unused("q")
     assert not host(out).reshape(*unused.shape, -1)[unused].any()
     assert np.isneginf(host(lse).reshape(len(unused), -1, unused.shape[1]).swapaxes(1, 2)[unused]).all()
-    assert identical(forward(cupy, inputs, make, **more), (out, lse))
+    assert identical(forward_sequences(cupy, inputs, make, **more), (out, lse))
     return out, lse
 
 
@@ -126,9 +120,7 @@ def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int]
 @pytest.mark.parametrize("page_size", [1, 16, 64, 96, 256])
 def test_pages_of_any_size_and_pages_that_are_not_there(cupy: Any, page_size: int) -> None:
     check_all(cupy, replace(PAGES, page_size=page_size), everything)
-    inputs = varlen_arrays(replace(PAGES, page_size=page_size)).without_pages(seed=1)
-    out, lse = forward(cupy, inputs, everything)
-    check(OracleInputs.from_varlen(inputs), make_oracle_mods(everything, bounds_case(inputs)), out, lse)
+    check_sequences(cupy, varlen_arrays(replace(PAGES, page_size=page_size)).without_pages(seed=1), everything)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +169,9 @@ def test_a_row_has_the_same_bits_split_or_not(cupy: Any, queries: int, name: str
     inputs = varlen_arrays(case)
     table = inputs.varlen_kwargs["page_table"].copy()
     table[:, keys // num_splits // page_size :] = -1
-    split = forward(cupy, inputs.with_varlen(page_table=table), make, num_splits=num_splits)
+    split = forward_sequences(cupy, inputs.with_varlen(page_table=table), make, num_splits=num_splits)
     few = np.full(2, keys // num_splits, np.int32)
-    whole = forward(cupy, inputs.with_varlen(page_table=table, seqused_k=few), make, num_splits=num_splits)
+    whole = forward_sequences(cupy, inputs.with_varlen(page_table=table, seqused_k=few), make, num_splits=num_splits)
     assert identical(split, whole)
     assert bool((host(whole[1]) > -np.inf).any())
 
@@ -207,12 +199,9 @@ def test_a_sink_of_minus_infinity_is_none_and_one_of_any_size_is_counted_once(cu
 
 
 def test_weights_that_are_dropped_run_unsplit(cupy: Any) -> None:
-    inputs = varlen_arrays(ROWS)
-    make = joined(sinks_of(), dropped)
     with launched() as plans:
-        got = forward(cupy, inputs, make)
+        check_sequences(cupy, varlen_arrays(ROWS), joined(sinks_of(), dropped))
     assert "_decode" not in names_of(plans)[0]
-    check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds_case(inputs)), *got)
 
 
 def test_a_graph_reads_lengths_and_arrays_anew(cupy: Any) -> None:
@@ -221,18 +210,15 @@ def test_a_graph_reads_lengths_and_arrays_anew(cupy: Any) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        cuflash.forward(**arguments, **mod_kwargs)
-        stream.synchronize()
-        stream.begin_capture()
-        out, lse = cuflash.forward(**arguments, **mod_kwargs, return_lse=True)
-        graph = stream.end_capture()
+        call = partial(cuflash.forward, **arguments, **mod_kwargs, return_lse=True)
+        graph, (out, lse) = recorded(stream, call)
         arguments["seqused_k"][...] = cupy.asarray(np.minimum(np.array(LENGTHS) // 2 + 1, LENGTHS).astype(np.int32))
         for name in ("bias", "sinks"):
             mod_kwargs[name] *= 0.5
         out[...], lse[...] = 0.0, 0.0
         graph.launch()
         stream.synchronize()
-        assert identical((out, lse), cuflash.forward(**arguments, **mod_kwargs, return_lse=True))
+        assert identical((out, lse), call())
 
 
 # A kernel that lets the next one begin, waits, and then writes numbers.

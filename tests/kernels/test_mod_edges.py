@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hopper import ON_HOPPER
+from libraries import recorded
 from mod_table import SMALL as CASE
 from mod_table import launched, names_of, of_lengths
 from plans import for_any_gpu
@@ -17,20 +19,7 @@ import cuflash
 from cuflash.mods import masks
 from cuflash.runtime import compiler
 from cuflash.testing.cases import Case
-from cuflash.testing.functions import (
-    FUNCTIONS,
-    Arguments,
-    Put,
-    alibi,
-    bias_of,
-    bounded,
-    drawn,
-    everything,
-    joined,
-    shape_of,
-    sinks_of,
-    slopes_of,
-)
+from cuflash.testing.functions import FUNCTIONS, Arguments, Put, bias_of, drawn, joined, shape_of, sinks_of, slopes_of
 from cuflash.testing.layouts import host, identical
 from cuflash.testing.mod_oracle import OracleInputs, OracleMods, check
 from cuflash.testing.mods import check_backward, check_forward, make_oracle_mods, without_grads
@@ -42,48 +31,44 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # What is hidden, what is not finite, and what is not there.
 
 
-def some_keys(put: Put, case: Case) -> Arguments:
+def some(keys: Any) -> Any:
     """Every seventh key is hidden from all, and a whole tile and more in the middle."""
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return (k_idx % 7 != 3) & ((k_idx < 100) | (k_idx >= 260))
-
-    return {"mask_mod": mask_mod}
+    return (keys % 7 != 3) & ((keys < 100) | (keys >= 260))
 
 
-def whole_tile(put: Put, case: Case) -> Arguments:
-    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return (k_idx < 128) | (k_idx >= 256)
-
-    return {"mask_mod": mask_mod}
+def all_but_a_tile(keys: Any) -> Any:
+    return (keys < 128) | (keys >= 256)
 
 
-def some_keys_by_bias(put: Put, case: Case) -> Arguments:
-    keys = np.arange(case.seqlen_k)
-    return {"bias": put((keys % 7 != 3) & ((keys < 100) | (keys >= 260)))}
+def by_mask(visible: Any) -> Any:
+    return lambda put, case: {"mask_mod": lambda b, h, q_idx, k_idx: visible(k_idx)}
 
 
-def some_keys_by_least(put: Put, case: Case) -> Arguments:
-    keys = np.arange(case.seqlen_k)
-    visible = (keys % 7 != 3) & ((keys < 100) | (keys >= 260))
-    return {"bias": put(np.where(visible, 0, np.finfo(np.float32).min).astype(np.float32)[None])}
+def by_bias(put: Put, case: Case) -> Arguments:
+    return {"bias": put(some(np.arange(case.seqlen_k)))}
 
 
-# Makers, and what fills the keys that nobody sees. why not NaN but in whole tiles: what a function hides weighs 0, and
-# 0 * NaN is NaN, in v as in the k of a score that only a bias makes small.
+def by_least(put: Put, case: Case) -> Arguments:
+    least = np.finfo(np.float32).min
+    return {"bias": put(np.where(some(np.arange(case.seqlen_k)), 0, least).astype(np.float32)[None])}
+
+
+# Makers, visible keys, and what fills the others. why not NaN but in whole tiles: what a function hides weighs
+# 0, and 0 * NaN is NaN, in v as in the k of a score that only a bias makes small.
 NUMBERS, ANY = (0.0, 1e3, -1e3), (0.0, np.nan, np.inf, -np.inf)
-HIDDEN = {
-    "mask": (some_keys, NUMBERS), "tile": (whole_tile, ANY), "bool": (some_keys_by_bias, NUMBERS),
-    "least": (some_keys_by_least, NUMBERS),
-}  # fmt: skip
+HIDDEN: dict[str, tuple[Any, Any, Any]] = {
+    "mask": (by_mask(some), some, NUMBERS),
+    "tile": (by_mask(all_but_a_tile), all_but_a_tile, ANY),
+    "bool": (by_bias, some, NUMBERS),
+    "least": (by_least, some, NUMBERS),
+}
 
 
 @pytest.mark.parametrize(("name", "any_gpu"), [*((name, False) for name in HIDDEN), ("mask", True), ("tile", True)])
 def test_keys_that_nobody_sees_leave_no_trace(cupy: Any, name: str, any_gpu: bool) -> None:
-    make, fills = HIDDEN[name]
+    make, visible, fills = HIDDEN[name]
     case = of_lengths((200, 400))
-    keys = np.arange(400)
-    hidden = (keys >= 128) & (keys < 256) if make is whole_tile else (keys % 7 == 3) | ((keys >= 100) & (keys < 260))
+    hidden = ~visible(np.arange(400))
     dout = cupy.asarray(np.random.default_rng(3).standard_normal(case.out_shape()).astype("f2"))
     runs = []
     with for_any_gpu() if any_gpu else nullcontext():
@@ -100,19 +85,17 @@ def test_keys_that_nobody_sees_leave_no_trace(cupy: Any, name: str, any_gpu: boo
     assert all(identical(each, runs[0]) for each in runs[1:])
 
 
-@pytest.mark.parametrize("any_gpu", [False, True])
 def test_rows_that_see_nothing_have_results_of_their_own(cupy: Any, any_gpu: bool) -> None:
     """Striped hides all from the first rows, which hold NaN where q is multiplied by keys alone."""
     case = of_lengths((130, 150))
     q, k, v = case.arrays()
     q[:, :3] = np.nan
     there, mod_kwargs = [cupy.asarray(x) for x in (q, k, v)], FUNCTIONS["striped"](cupy.asarray, case)
-    with for_any_gpu() if any_gpu else nullcontext():
-        out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
-        sinks = sinks_of()(cupy.asarray, case)["sinks"]
-        of_sink, lse_of_sink = cuflash.forward(*there, return_lse=True, sinks=sinks, **mod_kwargs)
-        there[0][:, :3] = 1.0
-        gradients = cuflash.backward(out, *there, out, lse, **mod_kwargs)
+    out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
+    sinks = sinks_of()(cupy.asarray, case)["sinks"]
+    of_sink, lse_of_sink = cuflash.forward(*there, return_lse=True, sinks=sinks, **mod_kwargs)
+    there[0][:, :3] = 1.0
+    gradients = cuflash.backward(out, *there, out, lse, **mod_kwargs)
     assert not host(out)[:, :3].any()
     assert not host(of_sink)[:, :3].any()
     assert np.isneginf(host(lse)[:, :, :3]).all()
@@ -200,7 +183,7 @@ def test_the_least_scores_that_weigh_something_weigh_nothing_beside_others(cupy:
 def test_axes_without_elements(cupy: Any, lengths: tuple[int, int]) -> None:
     for batch in (2, 0):
         case = of_lengths(lengths, batch=batch)
-        mod_kwargs = without_grads(joined(bounded, sinks_of())(cupy.asarray, case))
+        mod_kwargs = without_grads(joined(FUNCTIONS["bounded"], sinks_of())(cupy.asarray, case))
         q, k, v = (cupy.asarray(x) for x in case.arrays())
         out, lse = cuflash.forward(q, k, v, return_lse=True, **mod_kwargs)
         assert not host(out).any()
@@ -214,8 +197,8 @@ def test_axes_without_elements(cupy: Any, lengths: tuple[int, int]) -> None:
 
 
 def test_other_arrays_of_the_same_kind_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_forward(everything, CASE, cupy.asarray)
-    check_backward(everything, CASE, cupy.asarray)
+    check_forward(FUNCTIONS["everything"], CASE, cupy.asarray)
+    check_backward(FUNCTIONS["everything"], CASE, cupy.asarray)
     monkeypatch.setattr(compiler, "compile_variant", lambda variant: pytest.fail(f"{variant.name} is compiled anew"))
     loaded = dict(compiler._kernels)
     for lengths in ((290, 280), (300, 300)):
@@ -261,8 +244,8 @@ def test_masks_that_are_windows_launch_the_plain_kernels(cupy: Any, name: str) -
 def test_hopper_runs_kernels_of_its_own(cupy: Any, dtype: str) -> None:
     case = replace(CASE, dtype=dtype)
     with launched() as ran:
-        check_forward(alibi, case, cupy.asarray)
-        check_backward(alibi, case, cupy.asarray)
+        check_forward(FUNCTIONS["alibi"], case, cupy.asarray)
+        check_backward(FUNCTIONS["alibi"], case, cupy.asarray)
     for plan in ran:
         assert any(launch.variant.source.startswith("sm90/") for launch in plan.launches), names_of([plan])
 
@@ -277,10 +260,7 @@ def test_slopes_change_in_place(cupy: Any) -> None:
     before = host(out)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        cuflash.forward(*arrays, out=out, **mod_kwargs)
-        stream.begin_capture()
-        cuflash.forward(*arrays, out=out, **mod_kwargs)
-        graph = stream.end_capture()
+        graph, _ = recorded(stream, partial(cuflash.forward, *arrays, out=out, **mod_kwargs))
         graph.launch()
         stream.synchronize()
         assert identical([out], [before])

@@ -6,22 +6,21 @@ lengths, which the device alone knows.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hopper import ON_HOPPER
-from mod_table import dense_of, launched
-from plans import for_any_gpu
+from libraries import recorded
+from mod_table import check_sequences, dense_of, launched
 
 import cuflash
 from cuflash.mods import seqlen_k, seqlen_q
 from cuflash.testing.functions import FUNCTIONS, Maker, alibi, bias_of, joined, sinks_of
 from cuflash.testing.layouts import host, identical
-from cuflash.testing.mod_oracle import OracleInputs, check
-from cuflash.testing.mods import bounds_case, check_of_lengths, make_oracle_mods, without_grads
+from cuflash.testing.mods import bounds_case, check_of_lengths, without_grads
 from cuflash.testing.sequences import Sequences, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
@@ -67,7 +66,6 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-@pytest.mark.parametrize("any_gpu", [False, True], ids=["", "any_gpu"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_sequence_agrees_with_float64(cupy: Any, case: Sequences, name: str, any_gpu: bool) -> None:
@@ -75,8 +73,7 @@ def test_each_sequence_agrees_with_float64(cupy: Any, case: Sequences, name: str
         pytest.skip("the same kernels, or too many of them")
     if name == "striped" and case.name not in ("packed", "used", "pages", "far", "d256x256"):
         pytest.skip("too many kernels")
-    with for_any_gpu() if any_gpu else nullcontext():
-        check_of_lengths(MAKERS[name], varlen_arrays(case), cupy)
+    check_of_lengths(MAKERS[name], varlen_arrays(case), cupy)
 
 
 @pytest.mark.skipif(ON_HOPPER[1].args[0], reason="needs a GPU of sm_90")
@@ -105,11 +102,7 @@ def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
 
 def test_pages_that_are_not_there_hide_their_keys(cupy: Any) -> None:
     inputs = varlen_arrays(replace(PACKED, place_k="paged", used_k=True, causal=True)).without_pages(seed=1)
-    bounds = bounds_case(inputs)
-    make = joined(alibi, bias_of("bhqk"))
-    mod_kwargs = without_grads(make(cupy.asarray, bounds))
-    out, lse = cuflash.forward(**inputs.arguments(cupy), return_lse=True, **mod_kwargs)
-    check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds), out, lse)
+    check_sequences(cupy, inputs, joined(alibi, bias_of("bhqk")))
 
 
 def test_scores_that_grow_from_tile_to_tile_are_made_again(cupy: Any) -> None:
@@ -119,10 +112,7 @@ def test_scores_that_grow_from_tile_to_tile_are_made_again(cupy: Any) -> None:
         return {"score_mod": lambda score, b, h, q_idx, k_idx: score - 2.0 * k_idx * (b + 1)}
 
     for place in ("packed", "paged"):
-        inputs = varlen_arrays(replace(PACKED, place_k=place, used_k=True, dtype="bfloat16"))
-        mod_kwargs = growing(None, None)
-        out, lse = cuflash.forward(**inputs.arguments(cupy), return_lse=True, **mod_kwargs)
-        check(OracleInputs.from_varlen(inputs), make_oracle_mods(growing, bounds_case(inputs)), out, lse)
+        check_sequences(cupy, varlen_arrays(replace(PACKED, place_k=place, used_k=True, dtype="bfloat16")), growing)
 
 
 def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
@@ -152,10 +142,7 @@ def test_lengths_that_change_on_the_device_need_nothing_new(cupy: Any) -> None:
     cupy.cuda.Device().synchronize()
     with stream:
         out = cuflash.forward(**arguments, **mod_kwargs)
-        cuflash.forward(**arguments, **mod_kwargs, out=out)
-        stream.begin_capture()
-        cuflash.forward(**arguments, **mod_kwargs, out=out)
-        graph = stream.end_capture()
+        graph, _ = recorded(stream, partial(cuflash.forward, **arguments, **mod_kwargs, out=out))
         fewer = np.array([100, 0, 200, 1, 30], np.int32)
         for name in ("seqused_q", "seqused_k"):
             arguments[name][...] = cupy.asarray(np.minimum(fewer, inputs.varlen_kwargs[name]))

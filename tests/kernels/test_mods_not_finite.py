@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from mod_table import SMALL as CASE
 from mod_table import of_lengths
 from plans import for_any_gpu
 
@@ -22,6 +19,10 @@ from cuflash.testing.mods import without_grads
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 
 ROW = 70  # it sees every second of the first 40 keys
+
+
+def dout_of(case: Case) -> Any:
+    return np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
 
 
 def nan_row(*more: Any) -> Any:
@@ -39,63 +40,56 @@ def nan_row(*more: Any) -> Any:
     return joined(make, *more)
 
 
-def check_nan_row(put: Put, case: Case, make: Any) -> None:
-    """Gradients of what sees the NaN are NaN, and those of all else are finite."""
-    visible, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
-    hidden = ~np.isin(np.arange(case.seqlen_k), visible)
-    there, mod_kwargs = [put(x) for x in case.arrays()], without_grads(make(put, case))
-    dout = put(np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype)))
-    out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
-    assert np.isnan(host(lse)[:, :, ROW]).all()
-    for deterministic in (False, True):
-        gradients = cuflash.backward(dout, *there, out, lse, deterministic=deterministic, **mod_kwargs)
-        dq, dk, dv = (host(x).astype("f4") for x in gradients)
-        assert np.isnan(dq[:, ROW]).all()
-        assert np.isfinite(dq[:, others]).all()
-        for of_keys in (dk, dv):
-            assert np.isnan(of_keys[:, visible]).all()
-            assert np.isfinite(of_keys[:, hidden]).all()
-
-
 @pytest.mark.parametrize("more", [(), (softcap,)], ids=["products", "slopes"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_row_that_is_nan_leaves_keys_alone_that_it_does_not_see(
     cupy: Any, head_dim: int, more: tuple[Any, ...]
 ) -> None:
-    case = of_lengths((200, 300), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim))
+    """Gradients of what sees the NaN are NaN, and those of all else are finite."""
+    case = of_lengths((200, 300), dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
+    visible, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
+    hidden = ~np.isin(np.arange(case.seqlen_k), visible)
+    there, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], without_grads(nan_row(*more)(cupy.asarray, case))
     with for_any_gpu():  # why not Hopper's: README's limits
-        check_nan_row(cupy.asarray, case, nan_row(*more))
+        out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
+        assert np.isnan(host(lse)[:, :, ROW]).all()
+        for deterministic in (False, True):
+            more_kwargs = {"deterministic": deterministic, **mod_kwargs}
+            gradients = cuflash.backward(cupy.asarray(dout_of(case)), *there, out, lse, **more_kwargs)
+            dq, dk, dv = (host(x).astype("f4") for x in gradients)
+            assert np.isnan(dq[:, ROW]).all()
+            assert np.isfinite(dq[:, others]).all()
+            for of_keys in (dk, dv):
+                assert np.isnan(of_keys[:, visible]).all()
+                assert np.isfinite(of_keys[:, hidden]).all()
 
 
-def check_infinite_product(put: Put, case: Case) -> None:
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> None:
     """A function may make any score of a product of -inf: forward and backward ask it in the same way."""
+    case = of_lengths((200, 200), dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True)
     q, k, v = case.arrays()
     q[..., 0] = k[..., 0] = 0
     q[:, ROW] = 0
     q[:, ROW, :, 0], k[:, 20, :, 0] = 3e38, -3e38
-    there = [put(x) for x in (q, k, v)]
+    there, dout = [cupy.asarray(x) for x in (q, k, v)], dout_of(case)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return np.where(score < -1000.0, 2.0, score)
 
-    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
     keywords = {"score_mod": score_mod, "causal": True}
-    out, lse = cuflash.forward(*there, return_lse=True, **keywords)
-    dv = cuflash.backward(put(dout), *there, out, lse, **keywords)[2]
+    with for_any_gpu():  # why not Hopper's: README's limits
+        out, lse = cuflash.forward(*there, return_lse=True, **keywords)
+        dv = cuflash.backward(cupy.asarray(dout), *there, out, lse, **keywords)[2]
     inputs, oracle_mods = OracleInputs.dense(case, (q, k, v)), OracleMods.from_kwargs({"score_mod": score_mod})
     check(inputs, oracle_mods, out, lse)
     check_gradients(inputs, oracle_mods, dout, None, (None, None, dv))  # dq and dk are sums of numbers near 3e38
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> None:
-    case = of_lengths((200, 200), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True))
-    with for_any_gpu():  # why not Hopper's: README's limits
-        check_infinite_product(cupy.asarray, case)
-
-
-def check_masked_nan(put: Put, case: Case) -> None:
-    """Functions that are NaN for the keys that the causal mask hides."""
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_functions_may_be_nan_where_keys_are_hidden(cupy: Any, head_dim: int) -> None:
+    """They are NaN for the keys that the causal mask hides."""
+    case = of_lengths((200, 200), dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True)
 
     def bounded(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return 50.0 * np.tanh((score - np.log(q_idx - k_idx + 1.0)) / 50.0)
@@ -103,37 +97,27 @@ def check_masked_nan(put: Put, case: Case) -> None:
     def unbounded(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score - np.log(q_idx - k_idx + 1.0)
 
-    there = [put(x) for x in case.arrays()]
-    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
+    there, dout = [cupy.asarray(x) for x in case.arrays()], cupy.asarray(dout_of(case))
     for keywords in ({"score_mod": bounded}, {"score_mod": unbounded, "softcap": 30.0}):
         out, lse = cuflash.forward(*there, return_lse=True, causal=True, **keywords)
-        gradients = cuflash.backward(put(dout), *there, out, lse, causal=True, **keywords)
+        gradients = cuflash.backward(dout, *there, out, lse, causal=True, **keywords)
         for x in (out, lse, *gradients):
             assert np.isfinite(host(x).astype("f4")).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_functions_may_be_nan_where_keys_are_hidden(cupy: Any, head_dim: int) -> None:
-    case = of_lengths((200, 200), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True))
-    check_masked_nan(cupy.asarray, case)
-
-
-@pytest.mark.parametrize("any_gpu", [False, True])
 def test_sinks_that_are_not_finite(cupy: Any, any_gpu: bool) -> None:
     """Results are those of NumPy arrays; the first rows of striped see nothing but the sink."""
     case = of_lengths((130, 150))
     # why no NaN on Hopper: README's limits.
     sinks = np.array([np.inf, -np.inf, np.nan if any_gpu else 0.25, 0.5], np.float32)
-    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
     results = []
     for put in (np.asarray, cupy.asarray):
         mod_kwargs = FUNCTIONS["striped"](put, case) | {"sinks": put(sinks)}
         there = [put(x) for x in case.arrays()]
-        with for_any_gpu() if any_gpu else nullcontext():
-            out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
-            *gradients, dsinks = cuflash.backward(
-                put(dout), *there, out, lse, captured_grads=(mod_kwargs["sinks"],), **mod_kwargs
-            )
+        out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
+        *gradients, dsinks = cuflash.backward(
+            put(dout_of(case)), *there, out, lse, captured_grads=(mod_kwargs["sinks"],), **mod_kwargs
+        )
         results.append([host(x).astype("f4") for x in (out, lse, *gradients, *dsinks)])
     expected, result = results
     assert not result[0][:, :, 0].any()

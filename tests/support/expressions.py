@@ -57,14 +57,14 @@ def values(root: Node, inputs: dict[str, Any], arrays: tuple[Any, ...] = ARRAYS)
     return np.broadcast_to(evaluate([root], inputs, arrays, np.float64)[0], shape)
 
 
-def _node(op: str, *arguments: Node | int | float) -> Node:
-    return build(op, *(each if isinstance(each, Node) else constant(each) for each in arguments))
+def op(name: str, *arguments: Node | float) -> Node:
+    return build(name, *(each if isinstance(each, Node) else constant(each) for each in arguments))
 
 
 def _many(one: dict[str, tuple[float, ...]], two: tuple[str, ...], below: st.SearchStrategy[Node]) -> Any:
     """Operations of one node and a number of those given, and operations of two nodes."""
-    with_numbers = [st.builds(_node, st.just(op), below, st.sampled_from(numbers)) for op, numbers in one.items()]
-    return st.one_of(*with_numbers, st.builds(_node, st.sampled_from(two), below, below))
+    with_numbers = [st.builds(op, st.just(name), below, st.sampled_from(numbers)) for name, numbers in one.items()]
+    return st.one_of(*with_numbers, st.builds(op, st.sampled_from(two), below, below))
 
 
 # What an integer is combined with. Both are small, so that sums do not wrap.
@@ -84,10 +84,10 @@ _INTEGER_PAIRS = ("add", "subtract", "minimum", "maximum")
 def _more_integers(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
     return st.one_of(
         _many(_INTEGER_NUMBERS, _INTEGER_PAIRS, below),
-        st.builds(_node, st.sampled_from(["absolute", "negative", "invert"]), below),
+        st.builds(op, st.sampled_from(["absolute", "negative", "invert"]), below),
         st.builds(cast, below, st.just(Type.INT64)),
         st.builds(of_integers, below, below),
-        st.builds(lambda x, y, z: build("where", build("less", x, y), y, z), below, below, below),
+        st.builds(lambda x, y, z: op("where", op("less", x, y), y, z), below, below, below),
     )
 
 
@@ -99,13 +99,13 @@ def integers() -> st.SearchStrategy[Node]:
 
 def conditions() -> st.SearchStrategy[Node]:
     """Bool nodes, of integers."""
-    op = st.sampled_from(["less", "less_equal", "equal", "not_equal"])
+    names = st.sampled_from(["less", "less_equal", "equal", "not_equal"])
     return st.recursive(
-        st.builds(_node, op, integers(), integers()),
+        st.builds(op, names, integers(), integers()),
         lambda below: st.one_of(
-            st.builds(_node, st.sampled_from(["bitwise_and", "bitwise_or", "bitwise_xor"]), below, below),
-            st.builds(_node, st.just("logical_not"), below),
-            st.builds(_node, st.just("where"), below, below, below),
+            st.builds(op, st.sampled_from(["bitwise_and", "bitwise_or", "bitwise_xor"]), below, below),
+            st.builds(op, st.just("logical_not"), below),
+            st.builds(op, st.just("where"), below, below, below),
         ),
         max_leaves=5,
     )
@@ -113,7 +113,7 @@ def conditions() -> st.SearchStrategy[Node]:
 
 def _positive(x: Node) -> Node:
     """A node between 1/2 and 5/2, so that roots and logarithms of it are finite."""
-    return _node("add", _node("tanh", x), 1.5)
+    return op("add", op("tanh", x), 1.5)
 
 
 def _more_floats(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
@@ -121,14 +121,14 @@ def _more_floats(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
     of_bounded = st.sampled_from(["exp", "exp2", "expm1"])
     of_positive = st.sampled_from(["log", "log2", "log1p", "sqrt", "rsqrt"])
     return st.one_of(
-        st.builds(_node, st.sampled_from(["add", "subtract"]), below, below),
-        st.builds(lambda x, y: _node("multiply", x, _node("tanh", y)), below, below),
-        st.builds(lambda x, y: _node("divide", x, _positive(y)), below, below),
-        st.builds(lambda x, y: _node("power", _positive(x), _node("tanh", y)), below, below),
-        st.builds(_node, of_any, below),
-        st.builds(lambda op, x: _node(op, _node("tanh", x)), of_bounded, below),
-        st.builds(lambda op, x: _node(op, _positive(x)), of_positive, below),
-        st.builds(_node, st.just("where"), conditions(), below, below),
+        st.builds(op, st.sampled_from(["add", "subtract"]), below, below),
+        st.builds(lambda x, y: op("multiply", x, op("tanh", y)), below, below),
+        st.builds(lambda x, y: op("divide", x, _positive(y)), below, below),
+        st.builds(lambda x, y: op("power", _positive(x), op("tanh", y)), below, below),
+        st.builds(op, of_any, below),
+        st.builds(lambda name, x: op(name, op("tanh", x)), of_bounded, below),
+        st.builds(lambda name, x: op(name, _positive(x)), of_positive, below),
+        st.builds(op, st.just("where"), conditions(), below, below),
     )
 
 
@@ -136,14 +136,14 @@ def _more_rough_floats(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node
     two = ["minimum", "maximum", "fmin", "fmax", "remainder", "truncated_remainder", "floor_divide"]
     return st.one_of(
         _more_floats(below),
-        st.builds(_node, st.sampled_from(two), below, below),
-        st.builds(_node, st.sampled_from(["absolute", "floor", "ceil", "trunc", "round", "sign"]), below),
-        st.builds(lambda x, y, z: _node("where", _node("less", x, y), y, z), below, below, below),
+        st.builds(op, st.sampled_from(two), below, below),
+        st.builds(op, st.sampled_from(["absolute", "floor", "ceil", "trunc", "round", "sign"]), below),
+        st.builds(lambda x, y, z: op("where", op("less", x, y), y, z), below, below, below),
     )
 
 
 def floats(smooth: bool = False) -> st.SearchStrategy[Node]:
     """Float nodes; of smooth ones, every derivative is that of a function without corners and jumps."""
-    constants = st.sampled_from([SCORE, SCORE, number(0.5), number(-1.25), of_floats(H), of_floats(_node("add", Q, K))])
-    leaves = st.one_of(constants, integers().map(lambda x: _node("sin", _node("multiply", x, 0.125))))
+    constants = st.sampled_from([SCORE, SCORE, number(0.5), number(-1.25), of_floats(H), of_floats(op("add", Q, K))])
+    leaves = st.one_of(constants, integers().map(lambda x: op("sin", op("multiply", x, 0.125))))
     return st.recursive(leaves, _more_floats if smooth else _more_rough_floats, max_leaves=8)

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
+from mod_table import launched
 from plans import planned_with
 
 import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.planning import decoding, device, tiles_sm90
 from cuflash.planning.tiles_sm90 import TILES, WarpgroupTile
-from cuflash.runtime.call import LoadedPlan
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case
 from cuflash.testing.layouts import host, laid_out
@@ -53,17 +52,9 @@ def alone(tile: WarpgroupTile) -> tuple[WarpgroupTile, ...]:
 @contextmanager
 def one_call(hopper: bool) -> Iterator[None]:
     """What runs meanwhile is one call, by the kernels that are expected: Hopper's or not."""
-    launch_it, ran = LoadedPlan.launch, []
-
-    def noted(kernels: LoadedPlan, pointers: tuple[int, ...], stream: int) -> bool:
-        launched: bool = launch_it(kernels, pointers, stream)
-        if launched:
-            ran.append(kernels.plan.variant.of_warpgroups)
-        return launched
-
-    with mock.patch.object(LoadedPlan, "launch", noted):
+    with launched() as ran:
         yield
-    assert ran == [hopper]
+    assert [plan.variant.of_warpgroups for plan in ran] == [hopper]
 
 
 def run(*arrays: Any, tile: WarpgroupTile | None = None, hopper: bool = True, out: Any = None, **more: Any) -> Any:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import plans
 import pytest
 
 from cuflash.arrays.library import GpuLibrary, numpy_dtype
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import FORWARD
-from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import device_memory
 from cuflash.runtime.call import CALL_CACHE
@@ -30,6 +29,15 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
     import cupy
 
     return cupy.full(shape, cupy.nan, dtype)
+
+
+def recorded(stream: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """A CUDA graph of a call, and what the call returned when it was recorded: its third time on this stream."""
+    for _ in range(2):
+        call()
+    stream.begin_capture()
+    results = call()
+    return stream.end_capture(), results
 
 
 @contextlib.contextmanager
@@ -124,9 +132,7 @@ def as_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 def problem_of(*arrays: Array, **options: Any) -> Problem:
     """The problem of q, k and v in NumPy, which may have any strides."""
-    return Problem.from_specs(
-        FORWARD, [ArraySpec.contiguous(x.shape, x.dtype.name) for x in arrays], Options(**options)
-    )
+    return plans.problem_of(*(ArraySpec.contiguous(x.shape, x.dtype.name) for x in arrays), **options)
 
 
 def same(got: tuple[Array, ...], expected: tuple[Array, ...]) -> None:

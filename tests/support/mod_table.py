@@ -10,8 +10,12 @@ from unittest import mock
 
 import numpy as np
 
+import cuflash
 from cuflash.runtime.call import LoadedPlan
 from cuflash.testing.cases import Case
+from cuflash.testing.functions import Maker
+from cuflash.testing.mod_oracle import OracleInputs, check
+from cuflash.testing.mods import bounds_case, make_oracle_mods, without_grads
 from cuflash.testing.sequences import VarlenArrays
 
 SMALL = Case("own", 2, 300, 300, 4, 2, 64, 64, "float16")
@@ -19,6 +23,19 @@ SMALL = Case("own", 2, 300, 300, 4, 2, 64, 64, "float16")
 
 def of_lengths(lengths: tuple[int, int], case: Case = SMALL, **more: Any) -> Case:
     return replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1], **more)
+
+
+def forward_sequences(xp: Any, inputs: VarlenArrays, make: Maker, **more: Any) -> Any:
+    """`(out, lse)` of variable-length sequences."""
+    mod_kwargs = without_grads(make(xp.asarray, bounds_case(inputs)))
+    return cuflash.forward(**inputs.arguments(xp) | mod_kwargs | more, return_lse=True)
+
+
+def check_sequences(xp: Any, inputs: VarlenArrays, make: Maker, **more: Any) -> Any:
+    """The same, held against float64."""
+    out, lse = forward_sequences(xp, inputs, make, **more)
+    check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds_case(inputs)), out, lse)
+    return out, lse
 
 
 def dense_of(inputs: VarlenArrays, number: int, x: str, rows: Any) -> Any:
@@ -32,8 +49,9 @@ def launched() -> Iterator[list[Any]]:
     launch_it, ran = LoadedPlan.launch, []
 
     def noted(kernels: Any, *arguments: Any) -> Any:
-        ran.append(kernels.plan)
-        return launch_it(kernels, *arguments)
+        if is_launched := launch_it(kernels, *arguments):
+            ran.append(kernels.plan)
+        return is_launched
 
     with mock.patch.object(LoadedPlan, "launch", noted):
         yield ran

@@ -21,7 +21,7 @@ from cuflash.mods.codegen.cuda import print_struct
 from cuflash.mods.graph.derivative import differentiate
 from cuflash.mods.graph.graph import CapturedArray, Node
 from cuflash.mods.graph.operations import Type
-from cuflash.mods.graph.simplify import build, constant, load
+from cuflash.mods.graph.simplify import constant, load
 from cuflash.reference.evaluate import evaluate
 
 KERNELS = ROOT / "kernels_cu"
@@ -70,10 +70,6 @@ extern "C" void run_{name}(const void* captured, int count, const int (*at)[6], 
   }}
 }}
 """
-
-
-def op(name: str, *arguments: Node | float) -> Node:
-    return build(name, *(each if isinstance(each, Node) else constant(each) for each in arguments))
 
 
 def captured(array: Any) -> CapturedArray:
@@ -133,11 +129,8 @@ def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short:
     values = []
     for number, case in enumerate(cases):
         out = np.empty((len(score), len(case.roots)))
-        call, addresses = (
-            loaded[f"run_Mod{number}"],
-            [each.ctypes.data_as(ctypes.c_void_p) for each in (indices, score, out)],
-        )
-        call(packed(case.arrays), len(score), *addresses)
+        addresses = (each.ctypes.data_as(ctypes.c_void_p) for each in (indices, score, out))
+        loaded[f"run_Mod{number}"](packed(case.arrays), len(score), *addresses)
         values.append(list(out.T))
     return values
 
