@@ -55,9 +55,7 @@ def no_gpu_reason() -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds how many drawn problems tests run on, and the seed of a sample of exhaustive tests."""
-    parser.addoption(
-        "--sample", metavar="SEED", help="exhaustive tests run on one in 16 of their variants, by this seed"
-    )
+    parser.addoption("--sample", metavar="SEED", help="exhaustive tests run on one in 16 variants, by this seed")
     parser.addoption("--drawn", type=int, default=0, metavar="N", help="problems that each test of drawn ones runs on")
 
 

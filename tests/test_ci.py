@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from mod_variants import few_variants, mod_variants
 from variants import variants
-from workers import ROOT
+from workers import ROOT, need_checkout
 
 CI = ROOT / ".ci"
-if not CI.is_dir():
-    pytest.skip("needs a checkout", allow_module_level=True)
+need_checkout(".ci")
 
 ARCHS = "sm_80", "sm_90"
 TEXTS = {path.name: path.read_text("utf-8") for path in sorted(CI.iterdir()) if path.is_file()}

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from variants import sampled, variants
-from workers import ROOT, ci_script
+from workers import ci_script, need_checkout
 
-if not (ROOT / ".ci").is_dir():
-    pytest.skip("needs a checkout", allow_module_level=True)
+need_checkout(".ci")
 pytest.importorskip("cupy", reason="needs NVRTC")
 
 

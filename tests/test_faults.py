@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from workers import ROOT, ci_script
+from workers import ROOT, ci_script, need_checkout
 
-if not (ROOT / ".ci").is_dir():
-    pytest.skip("needs a checkout", allow_module_level=True)
+need_checkout(".ci")
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from workers import ROOT
+from workers import ROOT, need_checkout
 
-if not (ROOT / "kernels_cu").is_dir() or not (ROOT / ".ci").is_dir():
-    pytest.skip("needs a checkout", allow_module_level=True)
+need_checkout("kernels_cu", ".ci")
 PYTHON, CUDA, BOTH = (".py",), (".cu", ".cuh"), (".py", ".cu", ".cuh")
 
 
@@ -42,18 +41,56 @@ OF_DROPOUT = (
     "tests/support/eager_torch.py",
     "tests/support/mod_calls.py",
 )
+# Families of one kind of files, and their successors.
+OF_CUDA = {
+    r"Lengths|places_of": "SeqlenInfo, varlen_layout",
+    r"own_(heads?|tile|scores|walk|step|work)|(apply|weigh)_own\w*|(Mod\w+|auto|unsigned|int) own": (
+        "mod_*, apply_mods, p_and_ds_with_mods"
+    ),
+    r"(Seen|Cells?)[A-Z]\w*|k\w*Cell|seen_(keys|queries|rows|columns|tiles|begin|end|from|of|batch|head)\w*"
+    r"|seen_sequence|(count|some|is|number)_seen|most_cells|some_hidden|cells?": (
+        "Visible*, MaskTile*, visible_*, any_visible, mask_tiles"
+    ),
+    r"hide_\w+|hide(?=\()|\w+_hide|kHides\w*|find_clear|is_clear|some_clear|kClear|clears?_\w+|clear(?=[.;(])": (
+        "apply_mask, apply_begin, apply_end, unmasked, zero_row"
+    ),
+    r"\w*Queue|queue|\w*(Dealt|Dealer|Dealing|Deals)\w*|Describer|ToldS\w+|kT(old|ells)\w*|(dealt|told|dq)_(work|steps"
+    r"|turns)|(tell|describe)_\w+|(tell|hear|deal|describe)(?=\()|\w*untold|await(_\w+|(?=\())|DqTurn|turn_(counter"
+    r"|full|empty|modes)|kOfSeveralLengths|CUFLASH_LENGTHS|\w+_work\.cuh": (
+        "*TileScheduler, WorkRing, StepRing, SchedulerWarp, push, pop, publish, wait_*, semaphore, VARLEN"
+    ),
+    r"weigh(_\w+|(?=[<(]))|make_weights_again|scores_again|raise(_\w+|(?=\())|kRaisesAlways|kWeighsLate|begin_(scores"
+    r"|sum|\w+_scores)|end_(scores|output)|begin_(next_output|step|dq|dp)|output\.cuh": (
+        "softmax_tile, p_and_ds, recompute_*, update_max, issue_qk, issue_pv, release_k, mainloop.cuh"
+    ),
+    r"[Bb]locks? of threads|[Mm]ultiprocessors?|[Pp]ieces? of work|caller's own|several lengths": (
+        "thread block, SM, work tile, mods, varlen"
+    ),
+    r"Divisor|(smaller|larger|quotient)(?=[(<])": "FastDivmod, const_min, const_max, fast_div",
+}
+OF_PYTHON = {
+    r"[jJ]udges?|Judged|judged(?=\()": "validate, Validators, ValidatedCall",
+    r"Asked|drops_none|MAX_KEPT|KEPT|written_once|run_own|run_mods": (
+        "OptionsKey, is_zero, MAX_KEYS, CALL_CACHE, pick_form, resolve_mods"
+    ),
+    r"renamed(?==)|\.renamed|told_splits|_More|\.instead|instead(?==)": (
+        "aliases, splits_text, _CapturedGradients, host_kernel"
+    ),
+    r"gapped|has_gaps|densed|dense_strides|(Array|ArraySpec|library)\.dense": (
+        "any_last_stride, last_dim_strided, with_packed_strides, packed_strides, contiguous"
+    ),
+    r"all_paths|truth(?=\()|of_causal_pairs|magnitude(?=\()|warn_of_numbers|numbers_that_change|captured_object": (
+        "trace_branches, branch_on, assume_causal, abs_bound, warn_if_recompiling, stand_ins"
+    ),
+    r"(uses|has|with)_cells|cells_(of|axes|shape|launch)|MAX_CELLS": "mask_tiles, is_block_sparse",
+    r"seen_product|is_seen\w*|_last_seen|seen_not_finite": "visible_product, is_visible",
+    r"looked_up|(?<=sums\.)apart|alike(?=\()": "gathered_axes, separate_axes, equivalent",
+}
 FAMILIES = (
     Family(r"Ragged\w*|kLengths|for_lengths", "Varlen*, kVarlen, for_varlen"),
     Family(r"ragged(?!_paged_attention)\w*", "varlen"),
     Family(r"[Tt]erritor(y|ies)", "RowSlots, row_slots"),
-    Family(r"Lengths|places_of", "SeqlenInfo, varlen_layout", scope=CUDA),
     Family(r"OF_SEQUENCES|is_of_sequences|TOLD|is_told", "VARLEN_OPS, is_varlen, VARLEN_ARGS, has_varlen_args"),
-    Family(r"[jJ]udges?|Judged|judged(?=\()", "validate, Validators, ValidatedCall", scope=PYTHON),
-    Family(
-        r"Asked|drops_none|MAX_KEPT|KEPT|written_once|run_own|run_mods",
-        "OptionsKey, is_zero, MAX_KEYS, CALL_CACHE, pick_form, resolve_mods",
-        scope=PYTHON,
-    ),
     Family(r"is_kept", "is_cacheable", scope=PYTHON, allowed=OF_DROPOUT),
     Family(r"_?[tT]old|(?:is|given|check|with)_told", "varlen_args, varlen_kwargs, varlen_specs", PYTHON, in_code=True),
     Family(
@@ -66,65 +103,25 @@ FAMILIES = (
         allowed=(".ci/versus_kernels.py",),
     ),
     Family(
-        r"own_(heads?|tile|scores|walk|step|work)|(apply|weigh)_own\w*|(Mod\w+|auto|unsigned|int) own",
-        "mod_*, apply_mods, p_and_ds_with_mods",
-        scope=CUDA,
-    ),
-    Family(
-        r"(Seen|Cells?)[A-Z]\w*|k\w*Cell|seen_(keys|queries|rows|columns|tiles|begin|end|from|of|batch|head)\w*|seen_sequence"
-        r"|(count|some|is|number)_seen|most_cells|some_hidden|cells?",
-        "Visible*, MaskTile*, visible_*, any_visible, mask_tiles",
-        scope=CUDA,
-    ),
-    Family(
         r"seen_counts\w*|SeenCountsParams|cells_(batch|head|row|q|k)|num_cells|seen_(batch|head)",
         "tile_counts, TileCountsParams, mask_tiles_*, list_stride_*",
         allowed=(".ci/versus_kernels.py",),
     ),
     Family(
-        r"hide_\w+|hide(?=\()|\w+_hide|kHides\w*|find_clear|is_clear|some_clear|kClear|clears?_\w+|clear(?=[.;(])",
-        "apply_mask, apply_begin, apply_end, unmasked, zero_row",
-        scope=CUDA,
-    ),
-    Family(
-        r"\w*Queue|queue|\w*(Dealt|Dealer|Dealing|Deals)\w*|Describer|ToldS\w+|kT(old|ells)\w*|(dealt|told|dq)_(work|steps|turns)"
-        r"|(tell|describe)_\w+|(tell|hear|deal|describe)(?=\()|\w*untold|await(_\w+|(?=\())|DqTurn|turn_(counter|full|empty|modes)"
-        r"|kOfSeveralLengths|CUFLASH_LENGTHS|\w+_work\.cuh",
-        "*TileScheduler, WorkRing, StepRing, SchedulerWarp, push, pop, publish, wait_*, semaphore, VARLEN",
-        scope=CUDA,
-    ),
-    Family(
         r"LENGTHS(?==)|TELLS_SEQUENCES|more_turns|first_turn|lse_sm90_\\w\*_\(lengths",
         "VARLEN, LISTS_SEQLENS, more_semaphores, first_semaphore",
-    ),
-    Family(
-        r"weigh(_\w+|(?=[<(]))|make_weights_again|scores_again|raise(_\w+|(?=\())|kRaisesAlways|kWeighsLate|begin_(scores|sum|\w+_scores)"
-        r"|end_(scores|output)|begin_(next_output|step|dq|dp)|output\.cuh",
-        "softmax_tile, p_and_ds, recompute_*, update_max, issue_qk, issue_pv, release_k, mainloop.cuh",
-        scope=CUDA,
-    ),
-    Family(
-        r"[Bb]locks? of threads|[Mm]ultiprocessors?|[Pp]ieces? of work|caller's own|several lengths",
-        "thread block, SM, work tile, mods, varlen",
-        scope=CUDA,
     ),
     Family(r"DealtWork|Dealer|deal_out|ToldSteps?|TurnWarp", "WorkRing, SchedulerWarp, push, StepRing, SemaphoreWarp"),
     Family(r"OutputConsumer|RingPosition|AbsentKeys", "ForwardMainloop, PipelineState, MissingPages"),
     Family(r"kExists|kDecodes|kSingle|kFew|kNarrow", "kEnabled, kDecode, kOneTilePerBlock, kFewSequences, …"),
     Family(r"kCells|kFullCells|CellKind", "kBlockSparse, kSkipsFullTiles, MaskTileKind"),
     Family(r"rows_are_keys|kRowsAreKeys|heads_together|longest_first", "keys_as_rows, heads_in_l2, lpt_order"),
-    Family(r"Divisor|(smaller|larger|quotient)(?=[(<])", "FastDivmod, const_min, const_max, fast_div", scope=CUDA),
     Family(r"Recipe|recipe", "Guards, guards"),
     Family(
         r"[bB]oxed|Box|_boxes|(launch|tile)\.boxes|_?paired",
         "tma_operands, TmaBox, tma_boxes, tma_rows, vector_loaded",
         scope=PYTHON,
         allowed=(".ci/versus.py", ".ci/versus_kernels.py"),  # kernels of two trees are paired
-    ),
-    Family(
-        r"renamed(?==)|\.renamed|told_splits|_More|\.instead|instead(?==)",
-        "aliases, splits_text, _CapturedGradients, host_kernel",
-        scope=PYTHON,
     ),
     Family(
         r"(Written|Kernels|Parameters|Kept|Seen|Block)(?=\()|class (Written|Kernels|Parameters|Kept|Seen|Block)"
@@ -138,22 +135,9 @@ FAMILIES = (
         "runtime.call, call_cache, disk_cache, cpu, device_memory, mod_params; ops.dropout_seed",
         allowed=(".ci/versus_checks.py",),  # it reads trees of any age
     ),
-    Family(
-        r"gapped|has_gaps|densed|dense_strides|(Array|ArraySpec|library)\.dense",
-        "any_last_stride, last_dim_strided, with_packed_strides, packed_strides, contiguous",
-        scope=PYTHON,
-    ),
-    Family(
-        r"all_paths|truth(?=\()|of_causal_pairs|magnitude(?=\()|warn_of_numbers|numbers_that_change|captured_object",
-        "trace_branches, branch_on, assume_causal, abs_bound, warn_if_recompiling, stand_ins",
-        scope=PYTHON,
-    ),
-    Family(
-        r"(uses|has|with)_cells|cells_(of|axes|shape|launch)|MAX_CELLS", "mask_tiles, is_block_sparse", scope=PYTHON
-    ),
     Family(r"Known|KNOWN|tells_sequences|clears_unused", "OptionContext, DEVICES, lists_seqlens", in_code=True),
-    Family(r"seen_product|is_seen\w*|_last_seen|seen_not_finite", "visible_product, is_visible", scope=PYTHON),
-    Family(r"looked_up|(?<=sums\.)apart|alike(?=\()", "gathered_axes, separate_axes, equivalent", scope=PYTHON),
+    *(Family(old, new, CUDA) for old, new in OF_CUDA.items()),
+    *(Family(old, new, PYTHON) for old, new in OF_PYTHON.items()),
 )
 # Folders whose variables are named for what they hold, not for how they came to be, and names that are not.
 NAMED_FOLDERS = (

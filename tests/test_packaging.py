@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -14,29 +13,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from workers import ROOT
+from workers import ROOT, need_checkout, output_of
 
 from cuflash.errors import INSTALL_HINT
 
 KERNELS = ROOT / "kernels_cu"
-if not KERNELS.is_dir() or not (ROOT / "pyproject.toml").is_file():
-    pytest.skip("needs a checkout", allow_module_level=True)
+need_checkout("kernels_cu", "pyproject.toml")
 for _module in ("build", "hatchling", "pip"):
     if find_spec(_module) is None:
         pytest.skip(f"needs {_module}: pip install -e .[test]", allow_module_level=True)
 SOURCES = {path.relative_to(ROOT).as_posix() for path in KERNELS.rglob("*") if path.suffix in (".cu", ".cuh")}
 PARTS = ("cuflash", "kernels_cu", "tests", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 WHERE = "import cuflash; from cuflash.runtime import compiler; print(cuflash.__file__); print(compiler.source_root())"
 
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
     """Output of a Python command that sees no other checkout; its whole output is the message when it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment | variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of(sys.executable, *command, cwd=cwd, env=environment | variables)
 
 
 def located(folder: Path, **variables: str) -> tuple[Path, Path]:
@@ -98,15 +93,13 @@ def test_pre_commit_runs_the_versions_of_the_lint_extra() -> None:
     config = ROOT / ".pre-commit-config.yaml"
     if not config.is_file():
         pytest.skip("needs a checkout")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     pins = set(re.findall(r'additional_dependencies: \["(.*?)"\]', config.read_text("utf-8")))
-    assert pins == {requirement for requirement in extras["lint"] if not requirement.startswith("mypy")}
+    assert pins == {requirement for requirement in EXTRAS["lint"] if not requirement.startswith("mypy")}
 
 
 def test_errors_tell_to_install_what_the_extras_do() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     names = set(re.findall(r'"(.*?)"', INSTALL_HINT))
-    of_both = {*extras["cuda12"], *extras["cuda13"]}
+    of_both = {*EXTRAS["cuda12"], *EXTRAS["cuda13"]}
     assert names == {requirement for requirement in of_both if not requirement.startswith("numpy")}
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from workers import ROOT
+from workers import ROOT, need_checkout, output_of
 
 import cuflash
 from cuflash import mods
@@ -19,8 +18,7 @@ from cuflash.mods.language import FUNCTIONS
 from cuflash.testing.layouts import host, identical
 
 README = ROOT / "README.md"
-if not README.is_file():
-    pytest.skip("needs a checkout", allow_module_level=True)
+need_checkout("README.md")
 
 
 def code_of(heading: str) -> list[str]:
@@ -118,9 +116,7 @@ def test_its_sizes_are_those_that_were_measured() -> None:
 
 @pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="the sdist has no .ci")
 def test_its_figures_are_those_that_were_measured() -> None:
-    command = [sys.executable, str(ROOT / ".ci" / "readme_tables.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, str(ROOT / ".ci" / "readme_tables.py"), "--check")
 
 
 def test_its_links_and_pictures_are_there() -> None:

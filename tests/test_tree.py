@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 from variants import variants
-from workers import ROOT, run_python
+from workers import ROOT, need_checkout, run_python
 
 import cuflash
 from cuflash.problem.dtypes import DTYPES
 
 PACKAGE, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
-if not KERNELS.is_dir():
-    pytest.skip("needs a checkout", allow_module_level=True)
+need_checkout("kernels_cu")
 
 # A folder or module of cuflash imports lower layers only, and its own; the longest dotted prefix of a module counts.
 LAYERS = {
@@ -38,8 +37,8 @@ LAYERS = {
     13: ("__main__",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
-# Where a module is tested that has neither test_<module>.py nor test_<subfolder>_<module>.py in tests/<folder>; a folder
-# stands for all of its modules.
+# Where modules are tested that have neither test_<module>.py nor test_<subfolder>_<module>.py in tests/<folder>; a
+# folder stands for all of its modules.
 TESTED_ELSEWHERE = {
     "arrays": "arrays/test_arrays.py",
     "tools": "tools/test_bench.py",

@@ -49,6 +49,14 @@ def run(case: Case, inputs: BackwardArgs, *, hopper: bool = True, **more: Any) -
         return backward(case, inputs, **more)
 
 
+def checked(cupy: Any, case: Case, **more: Any) -> tuple[BackwardArgs, tuple[Any, ...]]:
+    """The arrays of a call, and its gradients by the Hopper kernel, held against float64."""
+    inputs = backward_args(case, cupy)
+    got = run(case, inputs, **more)
+    check(case, inputs, got)
+    return inputs, got
+
+
 @pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
 def test_the_generic_kernels_agree_with_float64_too(cupy: Any, case: Case) -> None:
     inputs = backward_args(case, cupy)
@@ -63,8 +71,7 @@ def test_lengths_around_the_tiles(cupy: Any, dtype: str, dims: tuple[int, int], 
     for length, other, causal in itertools.product((1, 63, 64, 65, 127, 128, 129, 257), (1, 200), (False, True)):
         for lengths in ((length, other), (other, length)):
             case = Case("length", 1, *lengths, 2, 2, *dims, dtype, causal=causal)
-            inputs = backward_args(case, cupy)
-            check(case, inputs, run(case, inputs, deterministic=deterministic))
+            checked(cupy, case, deterministic=deterministic)
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -86,9 +93,7 @@ def test_many_blocks_under_every_mask(cupy: Any, mask: str, dims: tuple[int, int
     for dtype, fewer in (("bfloat16", 0), ("float16", 24)):
         head_dim, head_dim_v = dims[0], dims[1] - fewer
         case = Case(mask, 1, 500, 600, 2, 2, head_dim, head_dim_v, dtype, **MASKS[mask])
-        inputs = backward_args(case, cupy)
-        got = run(case, inputs, deterministic=deterministic)
-        check(case, inputs, got)
+        inputs, got = checked(cupy, case, deterministic=deterministic)
         begin, end = case.problem().mask.row_range(0, 600)
         assert not host(got[0])[:, np.r_[:begin, end:500]].any()
         if deterministic:
@@ -109,10 +114,9 @@ def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str,
         assert mask == "full" or identical(got[1:], (dk, dv))  # dq alone is added up in another order
 
 
-def check_in_many_orders(cupy: Any, case: Case, inputs: BackwardArgs, runs: int) -> None:
+def check_in_many_orders(cupy: Any, case: Case, runs: int) -> None:
     """Holds gradients whose sums have no fixed order: the first, and of so many more the least and greatest of each."""
-    first = run(case, inputs)
-    check(case, inputs, first)
+    inputs, first = checked(cupy, case)
     least = greatest = [x.astype("f4") for x in first]
     for _ in range(runs):
         got = [x.astype("f4") for x in run(case, inputs)]
@@ -135,7 +139,7 @@ SHARED = {
 def test_blocks_that_share_key_blocks_add_up_dk_and_dv(cupy: Any, shape: str, dims: tuple[int, int]) -> None:
     case = Case(shape, *SHARED[shape], *dims, "bfloat16")
     assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["shared_keys"]
-    check_in_many_orders(cupy, case, backward_args(case, cupy), 100)
+    check_in_many_orders(cupy, case, 100)
 
 
 @pytest.mark.parametrize("dims", FUSED, indirect=True)
@@ -144,7 +148,7 @@ def test_blocks_that_share_query_heads_add_up_dk_and_dv(cupy: Any, mask: str, di
     for heads in ((8, 1), (6, 2)):
         case = Case(mask, 2, 1500, 600, *heads, *dims, "bfloat16", **MASKS[mask])
         assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["parts_log2"]
-        check_in_many_orders(cupy, case, backward_args(case, cupy), 50)
+        check_in_many_orders(cupy, case, 50)
 
 
 @pytest.mark.parametrize("dims", BY_ROWS, indirect=True)
@@ -157,9 +161,7 @@ def test_two_blocks_that_share_query_heads_by_rows_give_the_same_bits_each_time(
         case = Case(mask, batch, 900, 260, *heads, *dims, "bfloat16", **MASKS[mask])
         launches = make_plan(case.problem("backward"), device.query(0)).launches
         assert all(each.variant.tile.shares_heads for each in launches[2:])
-        inputs = backward_args(case, cupy)
-        first = run(case, inputs)
-        check(case, inputs, first)
+        inputs, first = checked(cupy, case)
         for _ in range(50):
             assert identical(run(case, inputs), first)
 
@@ -190,8 +192,7 @@ def test_blocks_that_share_key_blocks_of_several_lengths_add_up_dk_and_dv(
 @DETERMINISTIC
 def test_groups_of_heads_share_keys(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("group", 17, 150, 520, 6, 2, *dims, "bfloat16", window_size=(300, 100))  # fills the GPU
-    inputs = backward_args(case, cupy)
-    check(case, inputs, run(case, inputs, deterministic=deterministic))
+    checked(cupy, case, deterministic=deterministic)
 
 
 @DETERMINISTIC

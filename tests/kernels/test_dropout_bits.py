@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
-import subprocess
 from typing import Any
 
 import numpy as np
 import pytest
-from texts import KERNELS, SHIM
+from texts import on_the_cpu
 
 from cuflash.problem.dropout import share_kept
 from cuflash.reference.dropout import is_kept
@@ -103,16 +100,7 @@ WAYS = [(16, 48, 16), (16, 48, 16), (16, 64, 32), (16, 64, 32), (16, 16, 16), (1
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if shutil.which("g++") is None or not KERNELS.is_dir():
-        pytest.skip("needs g++ and a checkout")
-    folder = tmp_path_factory.mktemp("dropout")
-    header = re.sub(r"#(include|pragma) .*", "", (KERNELS / "common" / "dropout.cuh").read_text("utf-8"))
-    source, library = folder / "dropout.cpp", folder / "dropout.so"
-    source.write_text(SHIM + PROGRAM.replace("HEADER", header), "utf-8")
-    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(library)).run
+    return on_the_cpu("dropout.cuh", PROGRAM, tmp_path_factory.mktemp("dropout"), "-O1").run
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3, 0.99, 0.99999])

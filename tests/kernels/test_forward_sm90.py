@@ -16,8 +16,9 @@ from hopper import (
     assert_right,
     assert_same,
     case_of,
+    check,
     every_dtype,
-    every_tile,
+    every_kernel,
     only,
     padded,
     run,
@@ -32,19 +33,12 @@ from cuflash.testing.layouts import heads_first, host, laid_out, odd_rows, odd_s
 pytestmark = ON_HOPPER
 
 
-def check(case: Case, tile: WarpgroupTile | None = None) -> None:
-    arrays = case.arrays()
-    out, lse = run(*arrays, tile=tile, **case.arguments())
-    assert_right(case, arrays, out, lse)
-
-
 # (a, b, c, d): a block_q + b queries, c block_k + d keys
 LENGTHS = [(0, 1, 0, 1), (0, 1, 2, -1), (1, -1, 1, -1), (1, 0, 1, 0), (1, 1, 2, 1), (0, 64, 1, 1), (0, 65, 0, 17),
            (2, 1, 1, 0), (3, 0, 6, 0), (0, 16, 5, 3)]  # fmt: skip
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: "_".join(map(str, lengths)))
 def test_lengths_around_the_edges_of_a_tile(tile: WarpgroupTile, dtype: str, causal: bool, lengths: Any) -> None:
@@ -53,23 +47,20 @@ def test_lengths_around_the_edges_of_a_tile(tile: WarpgroupTile, dtype: str, cau
     check(case_of(tile, dtype, queries, keys, heads=(3, 1), causal=causal), tile)
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_and_caps(cupy: Any, tile: WarpgroupTile, dtype: str, mask: str) -> None:
     for queries, keys in ((2 * tile.block_q + 37, 3 * tile.block_k + 29), (3 * tile.block_q - 1, 2 * tile.block_k + 1)):
         case = case_of(tile, dtype, queries, keys, batch=1, **MASKS[mask])
         arrays = case.arrays()
-        out, lse = run(*arrays, tile=tile, **case.arguments())
-        assert_right(case, arrays, out, lse)
+        out, _ = check(case, tile, arrays)
         q, k, _ = map(cupy.asarray, arrays)
         with only(tile):
             other = cuflash.lse(q, k, **case.arguments())
         assert_right(case, arrays, out, other)
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_head_dims_and_keys_choose_the_tile(tile: WarpgroupTile, dtype: str, causal: bool) -> None:
     short = any(other.max_keys for other in ROWS if other.head_dim == tile.head_dim) and not tile.max_keys
@@ -107,14 +98,12 @@ def test_fewer_axes_run_on_it_too(rank: int) -> None:
 LAYOUTS = heads_first, partial(laid_out, places=(1, 0, 2, 3)), partial(laid_out, places=(2, 1, 0, 3)), padded
 
 
-@every_tile
-@every_dtype
+@every_kernel
 def test_a_layout_changes_no_bit(cupy: Any, tile: WarpgroupTile, dtype: str) -> None:
     dims = tile.head_dim - 8, tile.head_dim_v - 8
     case = Case("", 2, tile.block_q + 5, 2 * tile.block_k + 9, 4, 2, *dims, dtype, causal=True)
     arrays = case.arrays()
-    dense, lse = run(*arrays, tile=tile, causal=True)
-    assert_right(case, arrays, dense, lse)
+    dense, lse = check(case, tile, arrays)
     for layout in LAYOUTS:
         views = tuple(layout(cupy.asarray(x)) for x in arrays)
         target = layout(poisoned(dense.shape, dense.dtype))
@@ -126,15 +115,13 @@ def test_a_layout_changes_no_bit(cupy: Any, tile: WarpgroupTile, dtype: str) -> 
             assert_same(got_lse, lse)
 
 
-@every_tile
-@every_dtype
+@every_kernel
 def test_float32_out_is_what_16_bits_are_rounded_from_and_nothing_is_written_beside(
     tile: WarpgroupTile, dtype: str
 ) -> None:
     case = replace(case_of(tile, dtype, tile.block_q + 5, 300, causal=True), head_dim_v=tile.head_dim_v - 8)
     arrays = case.arrays()
-    narrow, lse = run(*arrays, tile=tile, causal=True)
-    assert_right(case, arrays, narrow, lse)
+    narrow, lse = check(case, tile, arrays)
     for out_dtype in (dtype, "float32"):
         target = padded(np.full(narrow.shape, np.nan, numpy_dtype(out_dtype)), fill=7.0)
         out, lse_beside = run(*arrays, tile=tile, out=target, out_dtype=out_dtype, causal=True)

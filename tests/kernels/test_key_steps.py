@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mod_table import of_lengths
+from mod_table import launched, of_lengths
 
 import cuflash
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.plan import Plan
 from cuflash.reference.block_mask import EMPTY, FULL, mask_tiles_of
-from cuflash.runtime.call import LoadedPlan
 from cuflash.testing.cases import Case
 from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put
 
@@ -28,23 +27,14 @@ def of_heads(put: Put, case: Case) -> Arguments:
     return {"mask_mod": lambda b, h, q_idx, k_idx: k_idx // 70 % 4 <= (h + b) % 4 * (q_idx // 400 % 2)}
 
 
-def last_launch(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, case: Case, mod_kwargs: Arguments, deterministic: bool
-) -> tuple[Plan, int]:
+def last_launch(cupy: Any, case: Case, mod_kwargs: Arguments, deterministic: bool) -> tuple[Plan, int]:
     """Runs backward; the result is its plan, and where its workspace was."""
-    launched: list[tuple[Plan, int]] = []
-    launch = LoadedPlan.launch
-
-    def recorded(kernels: LoadedPlan, pointers: tuple[int, ...], stream: int) -> bool:
-        launched.append((kernels.plan, pointers[-1]))
-        return launch(kernels, pointers, stream)
-
     arrays = [cupy.asarray(x) for x in case.arrays()]
     out, lse = cuflash.forward(*arrays, return_lse=True, **mod_kwargs)
-    with monkeypatch.context() as patched:
-        patched.setattr(LoadedPlan, "launch", recorded)
+    with launched(lambda kernels, pointers: (kernels.plan, pointers[-1])) as ran:
         cuflash.backward(cupy.ones_like(out), *arrays, out, lse, deterministic=deterministic, **mod_kwargs)
-    return launched[-1]
+    plan, workspace = ran[-1]
+    return plan, workspace
 
 
 def visible_to_tiles(visible: Any, block_q: int) -> Any:
@@ -63,12 +53,12 @@ def order_of_tiles(block: int, tiles: int, block_q: int, deterministic: bool) ->
 @pytest.mark.parametrize("make", [FUNCTIONS["document"], FUNCTIONS["prefix"], of_sequences, of_heads])
 @pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (128, False), (64, True)])
 def test_steps_are_listed_and_key_blocks_with_more_come_first(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, make: Maker, dim: int, deterministic: bool
+    cupy: Any, make: Maker, dim: int, deterministic: bool
 ) -> None:
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("kernels for other GPUs list no steps")
     case = of_lengths((1100, 1900), head_dim=dim, head_dim_v=dim)
-    plan, workspace = last_launch(cupy, monkeypatch, case, make(cupy.asarray, case), deterministic)
+    plan, workspace = last_launch(cupy, case, make(cupy.asarray, case), deterministic)
     fields = next(launch.fields for launch in plan.launches if launch.variant.op == "tile_counts")
 
     def numbers(part: str, *shape: int) -> Any:

@@ -6,8 +6,6 @@ kernels, where the GPU has them, and on those for any GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 from libraries import recorded
 from mod_table import check_sequences, forward_sequences, launched, names_of
-from plans import for_any_gpu
 
 import cuflash
 from cuflash.mods import seqlen_k, seqlen_q
@@ -26,7 +23,7 @@ from cuflash.testing.layouts import host, identical
 from cuflash.testing.mods import bounds_case, without_grads
 from cuflash.testing.sequences import Sequences, varlen_arrays
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan", "any_gpu")]
 LENGTHS = (2100, 0, 1, 127, 128, 129, 63, 65)
 ROWS = Sequences("rows", (1,) * 8, LENGTHS, "rectangle", "rectangle", used_k=True, heads=(8, 2), causal=True)
 CACHE = replace(ROWS, name="cache", place_k="cache")
@@ -62,12 +59,6 @@ MAKERS: dict[str, Maker] = {
     "lengths": by_lengths,
     "everything": everything,
 }
-
-
-@pytest.fixture(autouse=True, params=["own", "for_any"])
-def family(request: pytest.FixtureRequest) -> Iterator[None]:
-    with for_any_gpu() if request.param == "for_any" else nullcontext():
-        yield
 
 
 def check_all(cupy: Any, case: Sequences, make: Maker, **more: Any) -> Any:

@@ -6,13 +6,12 @@ from importlib import import_module
 
 import pytest
 from variants import variants
-from workers import ROOT
+from workers import ROOT, need_checkout
 
 from cuflash.planning import device
 from cuflash.planning.device import DEVICES
 
-if not (ROOT / ".ci").is_dir():
-    pytest.skip("needs a checkout", allow_module_level=True)
+need_checkout(".ci")
 pytest.importorskip("cupy")
 
 

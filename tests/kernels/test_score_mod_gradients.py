@@ -5,6 +5,7 @@ A slope is taken along a random direction in all elements of an array at once, b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,13 @@ def operands(put: Any) -> tuple[Any, ...]:
     return tuple(map(put, arrays))
 
 
+def backward_of(cupy: Any, call: dict[str, Any], **more: Any) -> Any:
+    """A call of backward, after its forward."""
+    q, k, v, dout, dlse = operands(cupy.asarray)
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
+    return partial(cuflash.backward, dout, q, k, v, out, lse, dlse=dlse, **more, **call)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_slopes_of_the_forward(cupy: Any, name: str, deterministic: bool) -> None:
@@ -71,10 +79,7 @@ def test_gradients_are_slopes_of_the_forward(cupy: Any, name: str, deterministic
         return float((of_out * host(out)).sum() + (of_lse * np.where(np.isneginf(lse), 0.0, lse)).sum())
 
     there = tuple(map(cupy.asarray, arrays))
-    call = make(*there)
-    out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
-    more = {"dlse": dlse, "captured_grads": there, "deterministic": deterministic}
-    *_, gradients = cuflash.backward(dout, q, k, v, out, lse, **more, **call)
+    *_, gradients = backward_of(cupy, make(*there), captured_grads=there, deterministic=deterministic)()
     for index, (x, gradient) in enumerate(zip(arrays, gradients, strict=True)):
         direction = np.random.default_rng(index).standard_normal(x.shape).astype(np.float32)
 
@@ -91,16 +96,12 @@ def test_gradients_are_slopes_of_the_forward(cupy: Any, name: str, deterministic
 @pytest.mark.parametrize("name", ["captured", "all"])
 def test_a_thousand_deterministic_repeats_are_the_same_bits(cupy: Any, name: str) -> None:
     arrays, make = CALLS[name]
-    q, k, v, dout, dlse = operands(cupy.asarray)
     there = tuple(map(cupy.asarray, arrays))
-    call = make(*there)
-    out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
+    backward = backward_of(cupy, make(*there), captured_grads=there, deterministic=True)
 
     def bits() -> list[Any]:
-        dq, dk, dv, captured = cuflash.backward(
-            dout, q, k, v, out, lse, dlse=dlse, captured_grads=there, deterministic=True, **call
-        )
-        return [x.view("u4") for x in (dq, dk, dv, *captured)]
+        *gradients, captured = backward()
+        return [x.view("u4") for x in (*gradients, *captured)]
 
     first, differ = bits(), cupy.zeros((), bool)
     for _ in range(REPEATS):

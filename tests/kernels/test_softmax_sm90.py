@@ -16,7 +16,9 @@ from hopper import (
     assert_right,
     assert_same,
     case_of,
+    check,
     every_dtype,
+    every_kernel,
     every_tile,
     padded,
     run,
@@ -43,12 +45,15 @@ def steered(case: Case, slopes: Any, heights: Any, noise: float = 0.25) -> Array
     return tuple(x.astype(numpy_dtype(case.dtype)) for x in (q, k, v))
 
 
-def check_steered(case: Case, tile: WarpgroupTile, arrays: Arrays, ulps: float) -> Any:
+def check_steered(case: Case, tile: WarpgroupTile, arrays: Arrays, ulps: float) -> None:
     # why wide: large scores rounded to 16 bits are no yardstick.
-    out, lse = run(*arrays, tile=tile, **case.arguments())
+    out, _ = check(case, tile, arrays, wide=True, ulps=ulps)
     assert np.isfinite(host(out).astype("f8")).all()
-    assert_right(case, arrays, out, lse, wide=True, ulps=ulps)
-    return out, lse
+
+
+def assert_same_rows(results: Any, calm: Any, rows: Any) -> None:
+    assert_same(results[0], calm[0], np.s_[:, rows])
+    assert_same(results[1], calm[1], np.s_[:, :, rows])
 
 
 PATTERNS = {
@@ -64,8 +69,7 @@ PATTERNS = {
 }
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_scores_of_thousands_stay_exact(tile: WarpgroupTile, dtype: str, pattern: str) -> None:
     for causal in (False, True):
@@ -88,8 +92,7 @@ LEVELS = {
 }
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("levels", LEVELS)
 def test_a_maximum_that_rises_by_any_number_of_bits(tile: WarpgroupTile, dtype: str, levels: str) -> None:
     # Row by row 0 to 40 bits for a level, in no order; tiles are taken from the last key on.
@@ -101,8 +104,7 @@ def test_a_maximum_that_rises_by_any_number_of_bits(tile: WarpgroupTile, dtype: 
         check_steered(case, tile, steered(case, slopes, heights), ulps=2)
 
 
-@every_tile
-@every_dtype
+@every_kernel
 def test_the_mean_of_20000_equal_scores(tile: WarpgroupTile, dtype: str) -> None:
     # All keys but those of the last tile weigh the same: 0 to 32 bits more.
     case = case_of(tile, dtype, 128, 20011, heads=(1, 1), batch=1, softmax_scale=1.0)
@@ -110,8 +112,7 @@ def test_the_mean_of_20000_equal_scores(tile: WarpgroupTile, dtype: str) -> None
     check_steered(case, tile, steered(case, np.arange(128) / 4, heights, noise=0.0), ulps=2)
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("size", [10.0, 100.0])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_where_one_key_outweighs_others_its_weight_is_exact(
@@ -133,8 +134,7 @@ def test_where_one_key_outweighs_others_its_weight_is_exact(
     assert error <= 1.15 * unavoidable  # 1.3 to 1.5 times under a stale maximum alone
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("strength", [3, 50])  # times a key: its weight is scaled down, or all are made again
 @pytest.mark.parametrize("mask", ["full", "causal", "softcap_full"])
 def test_a_row_with_an_outlier_leaves_its_neighbours_alone(
@@ -150,18 +150,14 @@ def test_a_row_with_an_outlier_leaves_its_neighbours_alone(
             for row in changed:
                 times = strength if row == 5 else 50
                 q[0, row] = (times * arrays[1][0, key].astype("f4")).astype(q.dtype)
-            out, lse = run(q, *arrays[1:], tile=tile, **case.arguments())
-            assert_right(case, (q, *arrays[1:]), out, lse, wide=True, ulps=4)
-            others = np.setdiff1d(np.arange(case.seqlen_q), changed)
-            assert_same(out, calm[0], np.s_[:, others])
-            assert_same(lse, calm[1], np.s_[:, :, others])
+            out, lse = check(case, tile, (q, *arrays[1:]), wide=True, ulps=4)
+            assert_same_rows((out, lse), calm, np.setdiff1d(np.arange(case.seqlen_q), changed))
             alone.append(out)
         assert_same(alone[2], alone[0], np.s_[:, 5])
         assert_same(alone[2], alone[1], np.s_[:, 13])
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_infinite_scores(tile: WarpgroupTile, dtype: str, causal: bool) -> None:
     case = case_of(tile, dtype, 150, 4 * tile.block_k + 29, heads=(2, 1), causal=causal)
@@ -174,7 +170,7 @@ def test_infinite_scores(tile: WarpgroupTile, dtype: str, causal: bool) -> None:
     q[:, 20, :, 1] = np.inf  # +inf wherever it is not inf - inf
     k[:, 5, :, 2] = 0.0
     q[:, 40, :, 2] = np.inf  # +inf, -inf and one NaN
-    assert_right(case, arrays, *run(*arrays, tile=tile, **case.arguments()), wide=True, ulps=4)
+    check(case, tile, arrays, wide=True, ulps=4)
     # Scores of -inf alone weigh nothing, like keys that are not seen.
     k[..., 0] = -np.inf
     out, lse = map(host, run(*arrays, tile=tile, **case.arguments()))
@@ -193,12 +189,10 @@ def test_infinite_values_that_are_seen_come_out(dtype: str) -> None:
         arrays[2][:, 3, :, 0] = np.inf
         arrays[2][:, -1, :, 7] = -np.inf
         arrays[2][:, [100, -9], :, 9] = np.array([np.inf, -np.inf], arrays[2].dtype)[:, None]
-        out, lse = run(*arrays, tile=tile)
-        assert_right(case, arrays, out, lse)
+        check(case, tile, arrays)
 
 
-@every_tile
-@every_dtype
+@every_kernel
 def test_nan_comes_out_in_the_rows_that_see_it_alone(tile: WarpgroupTile, dtype: str) -> None:
     seqlen_k = 4 * tile.block_k + 29
     case = case_of(tile, dtype, 2 * tile.block_q + 5, seqlen_k, heads=(2, 1), causal=True, diagonal_offset=-11)
@@ -212,15 +206,12 @@ def test_nan_comes_out_in_the_rows_that_see_it_alone(tile: WarpgroupTile, dtype:
             if operand == 0 and key < 11:
                 rows = rows[:0]  # it sees nothing
             out, lse = run(*soiled, tile=tile, **case.arguments())
-            others = np.setdiff1d(np.arange(case.seqlen_q), rows)
             assert np.isnan(host(out)[:, rows].astype("f4")).all()
             assert np.isnan(host(lse)[:, :, rows]).all()
-            assert_same(out, calm[0], np.s_[:, others])
-            assert_same(lse, calm[1], np.s_[:, :, others])
+            assert_same_rows((out, lse), calm, np.setdiff1d(np.arange(case.seqlen_q), rows))
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("window", [(300, 40), (0, 0), (150, 20)], ids=str)
 def test_nan_in_v_stays_near_and_comes_out_alike_in_each_run(
     tile: WarpgroupTile, dtype: str, window: tuple[int, int]
@@ -246,8 +237,7 @@ def test_nan_in_v_stays_near_and_comes_out_alike_in_each_run(
         assert_same(out, soiled[0][0])
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_nobody_sees_changes_no_bit(tile: WarpgroupTile, dtype: str, poison: float) -> None:
     case = case_of(tile, dtype, 70, 700, window_size=(20, 10), diagonal_offset=300)
@@ -297,8 +287,7 @@ def test_rows_that_see_nothing_are_exactly_zero(mask: str, dtype: str) -> None:
         assert np.isnan(out[:, ~blind].astype("f4")).all()
 
 
-@every_tile
-@every_dtype
+@every_kernel
 @pytest.mark.parametrize("mask", ["full", "causal_window", "offset"])
 def test_a_row_depends_on_no_other_and_not_on_its_place(cupy: Any, tile: WarpgroupTile, dtype: str, mask: str) -> None:
     case = case_of(tile, dtype, 2 * tile.block_q + 37, 3 * tile.block_k + 29, batch=7, **MASKS[mask])
@@ -346,8 +335,6 @@ def test_more_than_2_31_elements(cupy: Any, axis: int, step: int, dtype: str) ->
 def test_sampled_rows_of_a_long_causal_sequence(dims: tuple[int, int], window: int, dtype: str) -> None:
     length = 16421
     case = Case("", 1, length, length, 2, 1, *dims, dtype, causal=True, window_size=(window, -1))
-    arrays = case.arrays()
-    out, lse = run(*arrays, **case.arguments())
     rows = [0, 1, 63, 127, 128, 191, 192, 1023, 1024, 1025, 1151, 1152, 1153, 8191, 8192, length - 2, length - 1]
     rows += np.random.default_rng(4).integers(0, length, 40).tolist()
-    assert_right(case, arrays, out, lse, rows=rows)
+    check(case, rows=rows)

@@ -8,10 +8,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from expressions import SCORE, B, H, K, Q, conditions, floats, integers
+from expressions import SCORE, B, H, K, Q, conditions, floats, integers, op
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from texts import COLUMNS, INPUTS, KERNELS, Case, check, compiled, computed, element, op, with_derivative
+from texts import COLUMNS, INPUTS, KERNELS, Case, check, compiled, computed, element, with_derivative
 
 from cuflash.mods.graph.graph import Node, variable
 from cuflash.mods.graph.operations import Type

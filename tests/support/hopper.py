@@ -37,6 +37,11 @@ every_tile = pytest.mark.parametrize("tile", ROWS, ids=lambda t: f"d{t.head_dim}
 every_dtype = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
+def every_kernel(test: Any) -> Any:
+    """Runs a test on every tile in every dtype."""
+    return every_tile(every_dtype(test))
+
+
 def only(tile: WarpgroupTile | None) -> AbstractContextManager[None]:
     """Plans know of this Hopper tile alone, so that short problems meet it, too; None leaves them as they are."""
     return planned_with(tiles_sm90, TILES=alone(tile)) if tile else nullcontext()
@@ -106,6 +111,14 @@ def assert_right(
     least = 2.0**-14 if case.dtype == "float16" else 0.0
     oracle.assert_close("out", host(out)[:, index], exact, naive, ulps=ulps, unit=least)
     oracle.assert_close("lse", host(lse)[:, :, index], exact_lse, naive_lse, ulps=lse_ulps, unit=unit)
+
+
+def check(case: Case, tile: WarpgroupTile | None = None, arrays: Arrays | None = None, **rule: Any) -> tuple[Any, Any]:
+    """`run` of a case, perhaps with other arrays, held against float64; rule: as `assert_right` has it."""
+    arrays = arrays or case.arrays()
+    out, lse = run(*arrays, tile=tile, **case.arguments())
+    assert_right(case, arrays, out, lse, **rule)
+    return out, lse
 
 
 def some(kind: str | None, case: Case, arrays: Arrays, rows: list[int]) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -44,13 +44,13 @@ def dense_of(inputs: VarlenArrays, number: int, x: str, rows: Any) -> Any:
 
 
 @contextmanager
-def launched() -> Iterator[list[Any]]:
-    """The plans of what is launched meanwhile."""
+def launched(record: Callable[..., Any] = lambda kernels, pointers: kernels.plan) -> Iterator[list[Any]]:
+    """The plans of what is launched meanwhile, or what `record` makes of each launch."""
     launch_it, ran = LoadedPlan.launch, []
 
-    def noted(kernels: Any, *arguments: Any) -> Any:
-        if is_launched := launch_it(kernels, *arguments):
-            ran.append(kernels.plan)
+    def noted(kernels: Any, pointers: tuple[int, ...], stream: int) -> Any:
+        if is_launched := launch_it(kernels, pointers, stream):
+            ran.append(record(kernels, pointers))
         return is_launched
 
     with mock.patch.object(LoadedPlan, "launch", noted):

@@ -46,12 +46,8 @@ def mod_problem(op: str = "forward", head_dim: int = 64, seqlen: int = 2048, **o
 def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int, int] = (16, 16), **more: Any) -> Plan:
     """Backward on an H100 of so many packed sequences of these lengths."""
     q, k = ((batch * rows, count, head_dim) for count in heads)
-    varlen_kwargs = {
-        "cu_seqlens_q": (batch + 1,),
-        "cu_seqlens_k": (batch + 1,),
-        "max_seqlen_q": rows,
-        "max_seqlen_k": rows,
-    }
+    varlen_kwargs: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (batch + 1,))
+    varlen_kwargs |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), rows)
     return cuflash.plan(q, k, k, dtype="bfloat16", device="sm_90", op="backward", **varlen_kwargs | more)
 
 

@@ -6,7 +6,6 @@ import ctypes
 import re
 import shutil
 import struct
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from expressions import ARRAYS, SCORE, points
-from workers import ROOT
+from workers import ROOT, output_of
 
 from cuflash.mods.codegen.cuda import print_struct
 from cuflash.mods.graph.derivative import differentiate
@@ -106,24 +105,27 @@ def packed(arrays: Sequence[Any]) -> bytes:
     return b"".join(parts)
 
 
-def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short: bool = True) -> list[list[Any]]:
-    """The values that the texts have on the CPU, of every case and root."""
+def on_the_cpu(header: str, program: str, folder: Path, level: str = "-O0") -> ctypes.CDLL:
+    """The library of a C++ program, in which the text of a header of kernels_cu/common takes the place of HEADER."""
     if shutil.which("g++") is None or not KERNELS.is_dir():
         pytest.skip("needs g++ and a checkout")
-    header = (KERNELS / "common" / "mod_functions.cuh").read_text("utf-8")
-    lines = [SHIM, re.sub(r"#(include|pragma) .*", "", header)]
+    text = re.sub(r"#(include|pragma) .*", "", (KERNELS / "common" / header).read_text("utf-8"))
+    source, library = folder / "program.cpp", folder / "program.so"
+    source.write_text(SHIM + program.replace("HEADER", text), "utf-8")
+    output_of("g++", "-std=c++17", level, "-w", "-shared", "-fPIC", "-o", str(library), str(source))
+    return ctypes.CDLL(str(library))
+
+
+def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short: bool = True) -> list[list[Any]]:
+    """The values that the texts have on the CPU, of every case and root."""
+    lines: list[str] = []
     for number, case in enumerate(cases):
         name, roots = f"Mod{number}", range(len(case.roots))
         stores = " ".join(
             f"out[i * {len(roots)} + {root}] = static_cast<double>(result.result{root});" for root in roots
         )
         lines += [case.text(name), CALL.format(name=name, short=str(short).lower(), columns=COLUMNS, stores=stores)]
-    source, library = folder / "mods.cpp", folder / "mods.so"
-    source.write_text("\n".join(lines), "utf-8")
-    command = ["g++", "-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    loaded = ctypes.CDLL(str(library))
+    loaded = on_the_cpu("mod_functions.cuh", "HEADER\n" + "\n".join(lines), folder)
     score = np.asarray(inputs["score"], np.float32)
     indices = np.stack([np.broadcast_to(inputs[name], score.shape) for name in INPUTS], axis=1).astype(np.int32)
     values = []

@@ -11,17 +11,29 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def need_checkout(*parts: str) -> None:
+    """Skips a test file where one of these files or folders is missing, as in the sdist."""
+    if not all((ROOT / part).exists() for part in parts):
+        pytest.skip("needs a checkout", allow_module_level=True)
+
+
+def output_of(*command: str, **options: Any) -> str:
+    """What a command prints; all that it prints is the message where it fails. options: those of `subprocess.run`."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
 
 
 def run_python(*arguments: str, **variables: str) -> str:
     """What Python prints; it finds cuflash and tests' helper modules here. The test fails if Python does."""
     folders = filter(None, (str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of(sys.executable, *arguments, env=environment, timeout=600)
 
 
 def run_threads(work: Callable[[int], None], count: int) -> None:
