@@ -131,12 +131,8 @@ def test_float32_out_is_what_16_bits_are_rounded_from_and_nothing_is_written_bes
         assert (host(target.base) == 7.0).all()
 
 
-def repeated(x: Any) -> Any:
-    """One batch element in the memory of all."""
-    return np.broadcast_to(x[:1], x.shape)
-
-
-WAYS = {"odd_start": odd_start, "odd_rows": odd_rows, "reversed_keys": reversed_keys, "repeated": repeated}
+WAYS = {"odd_start": odd_start, "odd_rows": odd_rows, "reversed_keys": reversed_keys}
+WAYS["repeated"] = lambda x: np.broadcast_to(x[:1], x.shape)  # one batch element in the memory of all
 ODD_OPERANDS = [(way, n) for way, n in itertools.product(WAYS, range(4)) if (way, n) != ("repeated", 3)]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hopper import ON_HOPPER
 from libraries import recorded
-from mod_table import check_sequences, dense_of, launched
+from mod_table import check_sequences, launched
 
 import cuflash
 from cuflash.mods import seqlen_k, seqlen_q
@@ -123,8 +123,8 @@ def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
     out, lse = (host(x) for x in cuflash.forward(**arguments, return_lse=True, **mod_kwargs))
     for number, rows in enumerate(inputs.queries):
         n = len(rows[0])
-        arrays = [cupy.asarray(dense_of(inputs, number, x, side)) for x, side in
-                  zip("qkv", (inputs.queries, inputs.keys, inputs.keys), strict=True)]  # fmt: skip
+        sides = zip("qkv", (inputs.queries, inputs.keys, inputs.keys), strict=True)
+        arrays = [cupy.asarray(getattr(inputs, x)[side[number]])[None] for x, side in sides]
         # The first sequence of the dense call is that of this number.
         moved = {**mod_kwargs, "bias": mod_kwargs["bias"][number : number + 1, :, :n]}
         lengths = np.array([bounds.seqlen_k // (number + 2)], np.int32)

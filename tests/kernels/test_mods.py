@@ -62,11 +62,7 @@ SHAPES = [
 SHAPES.append(replace(CASE, dtype="float32"))
 
 
-def called(case: Case) -> str:
-    return f"{case.dtype}_{case.head_dim}_{case.head_dim_v}"
-
-
-@pytest.mark.parametrize("case", SHAPES, ids=called)
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: f"{case.dtype}_{case.head_dim}_{case.head_dim_v}")
 def test_forward_and_backward_agree_at_many_head_dims(cupy: Any, case: Case) -> None:
     for lengths in FEW_LENGTHS:
         check_forward(everything, of_lengths(lengths, case), cupy.asarray)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 import cuflash
 from cuflash.runtime.call import LoadedPlan
 from cuflash.testing.cases import Case
@@ -36,11 +34,6 @@ def check_sequences(xp: Any, inputs: VarlenArrays, make: Maker, **more: Any) -> 
     out, lse = forward_sequences(xp, inputs, make, **more)
     check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds_case(inputs)), out, lse)
     return out, lse
-
-
-def dense_of(inputs: VarlenArrays, number: int, x: str, rows: Any) -> Any:
-    """The rows of one sequence, as a batch of one."""
-    return np.ascontiguousarray(getattr(inputs, x)[rows[number]])[None]
 
 
 @contextmanager
