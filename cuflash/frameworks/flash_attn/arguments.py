@@ -13,6 +13,7 @@ import torch
 from ...errors import ProblemError, UnsupportedError
 from ...problem.options import WindowSize, check_flag, check_integer
 from ..torch import attention, check_tensor
+from ..torch.ops import BOUNDS
 from ..torch.varlen import check_integers, paged_or_packed
 
 _SHAPES = {
@@ -44,9 +45,7 @@ def attend(
     rank_q = rank_k = 4
     if sequences:
         rank_q, rank_k = (3 if sequences.get(f"cu_seqlens_{side}") is not None else 4 for side in "qk")
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            if name in sequences:
-                sequences[name] = in_host_memory(name, sequences[name])
+        bounds_to_host(sequences)
     for name, tensor, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
         check_rank(name, tensor, rank)
     return attention(
@@ -65,18 +64,13 @@ def attend(
     )
 
 
-_LEFTPAD = (
-    "{name} was given, but the keys of a sequence begin at the first row of its cache; leave None, and keep them there"
-)
-
-
 def refuse_leftpad(name: str, leftpad: Any) -> None:
     """Raises for keys that begin elsewhere than at the first row of a cache."""
     if leftpad is not None:
-        raise UnsupportedError(_LEFTPAD.format(name=name))
-
-
-_ELSEWHERE = "leave the default, or take FlashAttention-3's own function"
+        raise UnsupportedError(
+            f"{name} was given, but the keys of a sequence begin at the first row of its cache; leave None, and keep "
+            "them there"
+        )
 
 
 def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
@@ -88,7 +82,10 @@ def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: An
         )
     for name, tensor in zip(("qv", "q_descale", "k_descale", "v_descale"), tensors, strict=True):
         if tensor is not None:
-            raise UnsupportedError(f"{name}: cuflash has neither a second product qv nor 8-bit inputs; {_ELSEWHERE}")
+            raise UnsupportedError(
+                f"{name}: cuflash has neither a second product qv nor 8-bit inputs; leave the default, or take "
+                "FlashAttention-3's own function"
+            )
     pack_gqa, sm_margin = hints
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
@@ -130,6 +127,13 @@ def in_host_memory(name: str, value: Any) -> Any:
             "axes in host memory"
         )
     return value.item()
+
+
+def bounds_to_host(sequences: dict[str, Any]) -> None:
+    """Replaces bounds on lengths that are tensors in host memory by numbers."""
+    for name in BOUNDS:
+        if name in sequences:
+            sequences[name] = in_host_memory(name, sequences[name])
 
 
 def window_of(window_size: Any) -> Any:

@@ -7,25 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import ProblemError, UnsupportedError
-from ...problem.options import (
-    OptionContext,
-    Options,
-    WindowSize,
-    check_flag,
-    check_integer,
-    check_window,
-)
+from ...problem.options import OptionContext, Options, WindowSize, check_flag, check_integer, check_window
 from ..torch import check_tensor
 from ..torch.ops import append
 from ..torch.varlen import check_integers
-from .arguments import (
-    attend,
-    cap_of,
-    check_rank,
-    in_host_memory,
-    refuse_leftpad,
-    window_of,
-)
+from .arguments import attend, cap_of, check_rank, in_host_memory, refuse_leftpad, window_of
 
 
 class New(NamedTuple):
@@ -90,13 +76,7 @@ def over_cache(
             # not fit is refused after it; the new rows then stand behind those that are used, and count for nothing.
             check_flag("return_softmax_lse", return_lse)
             splits = sequences["num_splits"]
-            options = Options(
-                softmax_scale=softmax_scale,
-                causal=causal,
-                window_size=window_size,
-                softcap=cap_of(softcap),
-                num_splits=splits,
-            )
+            options = Options(softmax_scale, causal, window_size, softcap=cap_of(softcap), num_splits=splits)
             options.validated(OptionContext(1, "float32"))
         longest = in_host_memory("max_seqlen_q", sequences.get("max_seqlen_q"))
         longest = q.shape[-3] if longest is None else longest
@@ -114,20 +94,8 @@ def over_cache(
         sequences["seqused_k"] = torch.full(page_table.shape[:1], length, dtype=torch.int32, device=page_table.device)
     elif length is not None:
         k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
-    return attend(
-        q,
-        k_cache,
-        v_cache,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        False,
-        return_lse,
-        "return_softmax_lse",
-        page_table=page_table,
-        **sequences,
-    )
+    masks = softmax_scale, causal, window_size, softcap, False, return_lse, "return_softmax_lse"
+    return attend(q, k_cache, v_cache, *masks, page_table=page_table, **sequences)
 
 
 def refuse_rotary_seqlens(name: str, lengths: Any, cache_seqlens: Any) -> None:

@@ -159,22 +159,10 @@ def flash_attn_varlen_func(
     """
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q)
-    return attend_with_weights(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        return_attn_probs,
-        mod_kwargs,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        **paged_or_packed(cu_seqlens_k, None, block_table),
-    )
+    masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    sequences = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    sequences |= paged_or_packed(cu_seqlens_k, None, block_table)
+    return attend_with_weights(q, k, v, *masks, mod_kwargs, **sequences)
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -22,13 +22,7 @@ from ..torch import check_tensor
 from ..torch.ops import backward_by_op
 from ..torch.tensors import becomes_an_op, disabled
 from ..torch.varlen import check_integers, paged_or_packed
-from .arguments import (
-    attend,
-    cap_of,
-    in_host_memory,
-    refuse_leftpad,
-    window_of,
-)
+from .arguments import attend, bounds_to_host, cap_of, refuse_leftpad, window_of
 from .mods import attend_with_weights, v2_mod_kwargs
 
 _mod_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
@@ -82,18 +76,11 @@ def _flash_attn_varlen_forward(
     """
     refuse_leftpad("leftpad_k", leftpad_k)
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
-    return _with_rest(
-        q,
-        k,
-        v,
-        return_softmax,
-        v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q),
-        (softmax_scale, causal, (window_size_left, window_size_right), softcap),
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        **paged_or_packed(cu_seqlens_k, seqused_k, block_table),
-    )
+    window = window_size_left, window_size_right
+    mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q)
+    sequences = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    sequences |= paged_or_packed(cu_seqlens_k, seqused_k, block_table)
+    return _with_rest(q, k, v, return_softmax, mod_kwargs, (softmax_scale, causal, window, softcap), **sequences)
 
 
 def _flash_attn_backward(
@@ -164,11 +151,9 @@ def _flash_attn_varlen_backward(
     for name, tensor in lengths.items():
         check_integers(name, tensor, required=True)
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q, rng_state, draws=False)
-    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    bounds_on_host = {name: in_host_memory(name, bound) for name, bound in bounds.items() if bound is not None}
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    varlen_kwargs = lengths | bounds_on_host
+    varlen_kwargs = lengths | {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return write_gradients(
         inputs, targets, softmax_scale, causal, window, softcap, deterministic, mod_kwargs, **varlen_kwargs
     )
@@ -229,6 +214,7 @@ def write_gradients(
                     f"{name} has shape {tuple(target.shape)} and dtype {target.dtype} on {target.device}; give "
                     f"{tuple(like.shape)} and {like.dtype} on {like.device}, or None"
                 )
+    bounds_to_host(sequences)
     keywords = {
         "softmax_scale": softmax_scale,
         "causal": causal,
@@ -236,17 +222,16 @@ def write_gradients(
         "diagonal_offset": None,
         "softcap": cap_of(softcap),
         **sequences,
+        **(mod_kwargs or {}),
     }
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
     with torch.no_grad():
-        if mod_kwargs:
-            _mod_backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords, **mod_kwargs)
-            return q.new_empty(0, dtype=torch.float32)
-        if not becomes_an_op():
-            backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords)
-            return q.new_empty(0, dtype=torch.float32)
-        gradients = backward_by_op(dout, q, k, v, out, lse, None, keywords, deterministic)
-        for target, gradient in zip(targets, gradients, strict=True):
-            if target is not None:
-                target.copy_(gradient)
+        if mod_kwargs or not becomes_an_op():
+            compute = _mod_backward if mod_kwargs else backward
+            compute(*inputs, deterministic=deterministic, grads_out=targets, **keywords)
+        else:
+            gradients = backward_by_op(dout, q, k, v, out, lse, None, keywords, deterministic)
+            for target, gradient in zip(targets, gradients, strict=True):
+                if target is not None:
+                    target.copy_(gradient)
     return q.new_empty(0, dtype=torch.float32)

@@ -79,19 +79,9 @@ def flash_attn_func(
     torch.Size([2, 100, 4, 64])
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
-    return attend(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        return_attn_probs,
-        num_splits=num_splits,
-        mod_kwargs=later_mod_kwargs("s_aux", s_aux, attention_chunk),
-    )
+    masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
+    return attend(q, k, v, *masks, num_splits=num_splits, mod_kwargs=mod_kwargs)
 
 
 def flash_attn_varlen_func(
@@ -137,20 +127,10 @@ def flash_attn_varlen_func(
             "cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
         )
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
-    return attend(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        return_attn_probs,
-        num_splits=num_splits,
-        mod_kwargs=later_mod_kwargs("s_aux", s_aux, attention_chunk),
-        **lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, max_seqlen_q, max_seqlen_k),
-    )
+    masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
+    sequences = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, max_seqlen_q, max_seqlen_k)
+    return attend(q, k, v, *masks, num_splits=num_splits, mod_kwargs=mod_kwargs, **sequences)
 
 
 def flash_attn_qkvpacked_func(

@@ -17,13 +17,7 @@ import torch
 from ...errors import ProblemError
 from ..torch import check_tensor
 from ..torch.varlen import check_integers
-from .arguments import (
-    attend,
-    in_host_memory,
-    lengths_of,
-    refuse_leftpad,
-    refuse_of_version_3,
-)
+from .arguments import attend, lengths_of, refuse_leftpad, refuse_of_version_3
 from .kvcache import New, over_cache, refuse_rotary_seqlens
 from .mods import later_mod_kwargs
 from .v2_private import Results, write_gradients
@@ -142,18 +136,7 @@ def _flash_attn_backward(
     those of `cuflash.backward`.
     """
     refuse_of_version_3(softmax_scale, (None, sm_margin), None, None, None, None)
-    sequences: dict[str, Any] = {}
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": sequed_q, "seqused_k": sequed_k}
-    for name, tensor in lengths.items():
-        check_integers(name, tensor)
-        if tensor is not None:
-            sequences[name] = tensor
-    for name, bound, packed in (
-        ("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
-        ("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
-    ):
-        if bound is not None and packed is not None:
-            sequences[name] = in_host_memory(name, bound)
+    sequences = lengths_of(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, None, max_seqlen_q, max_seqlen_k)
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
     return write_gradients(inputs, targets, softmax_scale, is_causal, window, softcap, deterministic, **sequences)

@@ -31,6 +31,11 @@ from .mods import later_mod_kwargs
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+# The last seven belong to functions of scores and masks.
+_REFUSED = (
+    *("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"),
+    *("block_sparse_tensors", "block_sparse_tensors_bwd"),
+)
 
 
 def flash_attn_func(
@@ -72,18 +77,8 @@ def flash_attn_func(
     >>> out.shape
     torch.Size([2, 100, 4, 64])
     """
-    _refuse(
-        pack_gqa,
-        qv=qv,
-        gather_kv_indices=gather_kv_indices,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )
+    mods = score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors, block_sparse_tensors_bwd
+    _refuse(pack_gqa, qv, gather_kv_indices, *mods)
     window = _window(causal, window_size)
     masks = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
     result = attend(q, k, v, *masks, later_mod_kwargs("learnable_sink", learnable_sink))
@@ -132,17 +127,8 @@ def flash_attn_varlen_func(
     Returns (out, lse): out in the shape of q (with the head_dim of v), and lse (heads_q, total_q), or (batch, heads_q,
     seqlen_q) where q is not packed, float32 with `return_lse`, else None. Errors are those of `flash_attn_func`.
     """
-    _refuse(
-        pack_gqa,
-        qv=qv,
-        gather_kv_indices=gather_kv_indices,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors,
-        aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars,
-    )
+    mods = score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors, None
+    _refuse(pack_gqa, qv, gather_kv_indices, *mods)
     window = _window(causal, window_size)
     varlen_kwargs = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
     masks = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
@@ -150,10 +136,11 @@ def flash_attn_varlen_func(
     return result if return_lse else (result, None)
 
 
-def _refuse(pack_gqa: Any, **argument: Any) -> None:
+def _refuse(pack_gqa: Any, *refused: Any) -> None:
+    """Raises for arguments without a counterpart here. refused: the values of those that `_REFUSED` names."""
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
-    for name, value in argument.items():
+    for name, value in zip(_REFUSED, refused, strict=True):
         if value is None:
             continue
         if name in ("qv", "gather_kv_indices"):

@@ -27,14 +27,7 @@ from . import mods, ops
 from .autograd import attend, plain_ops
 from .flex import arguments_of_flex, results_of_flex, wants_lse
 from .mods import check_seed
-from .tensors import (
-    autocast,
-    is_autocast,
-    is_functionalizing,
-    is_transformed,
-    is_transforming,
-    refuse_tangents,
-)
+from .tensors import autocast, is_autocast, is_functionalizing, is_transformed, is_transforming, refuse_tangents
 from .tensors import check_tensor as check_tensor
 from .varlen import refuse_cached
 
