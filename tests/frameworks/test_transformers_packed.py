@@ -115,11 +115,11 @@ def test_padding_on_the_sides_hides_itself(name: str, side: str, calls: dict[str
     got = model_of(name, "cuflash")(IDS * mask, attention_mask=mask).logits
     assert calls == {"cuflash": 2, "sdpa": 0}
     peers = exact_model(name), model_of(name, "eager")
-    for row, kept in enumerate(mask.bool()):
-        places = kept.nonzero().flatten()[None]
+    for row, valid in enumerate(mask.bool()):
+        places = valid.nonzero().flatten()[None]
         if places.numel():
             alone = (peer(IDS[row, places], position_ids=places).logits for peer in peers)
-            close(got[row : row + 1, kept], *alone)
+            close(got[row : row + 1, valid], *alone)
 
 
 @torch.no_grad()
@@ -146,15 +146,15 @@ def test_padding_of_an_encoder_and_of_what_a_decoder_sees_of_it(calls: dict[str,
     )  # fmt: skip
     mask = ONES.clone()
     mask[1, 7:] = mask[0, :2] = 0
-    given = {"attention_mask": mask, "decoder_input_ids": IDS[:, :7]}
-    as_exact_as("sdpa", transformers.BartForConditionalGeneration, config, **given)
+    kwargs = {"attention_mask": mask, "decoder_input_ids": IDS[:, :7]}
+    as_exact_as("sdpa", transformers.BartForConditionalGeneration, config, **kwargs)
     assert calls == {"cuflash": 3, "sdpa": 0}
 
 
 def test_a_mask_is_made_only_if_someone_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[Any] = []
     make = bridge.cuflash_mask
-    monkeypatch.setattr(bridge, "cuflash_mask", lambda **given: masks.append(make(**given)) or masks[-1])
+    monkeypatch.setattr(bridge, "cuflash_mask", lambda **kwargs: masks.append(make(**kwargs)) or masks[-1])
     bridge.register()
     mask = ONES.clone()
     mask[1, 7:] = 0
@@ -172,27 +172,27 @@ def test_a_mask_is_made_only_if_someone_looks_at_it(monkeypatch: pytest.MonkeyPa
     )
     assert packed_mask[:, :, :, :11] is packed_mask
     assert packed_mask[:, :, -11:, :40] is packed_mask
-    assert "_made" not in vars(packed_mask)
-    seen = mask.bool()[:, None, None] & torch.ones(11, 11, dtype=torch.bool).tril()
-    for got, wanted in (
-        (packed_mask[:, :, :4], seen[:, :, :4]),
-        (packed_mask[0], seen[0]),
-        (packed_mask.to("cpu"), seen),
-        (torch.cat([packed_mask, packed_mask], -1), torch.cat([seen, seen], -1)),
-        (~packed_mask, ~seen),
-        (packed_mask & packed_mask.new_ones(()), seen),
+    assert "_whole" not in vars(packed_mask)
+    visible = mask.bool()[:, None, None] & torch.ones(11, 11, dtype=torch.bool).tril()
+    for got, expected in (
+        (packed_mask[:, :, :4], visible[:, :, :4]),
+        (packed_mask[0], visible[0]),
+        (packed_mask.to("cpu"), visible),
+        (torch.cat([packed_mask, packed_mask], -1), torch.cat([visible, visible], -1)),
+        (~packed_mask, ~visible),
+        (packed_mask & packed_mask.new_ones(()), visible),
     ):
         assert type(got) is torch.Tensor
-        assert torch.equal(got, wanted)
+        assert torch.equal(got, expected)
 
 
 def test_a_mask_of_another_size_than_the_layers_is_made(calls: dict[str, int]) -> None:
     mask = ONES.clone()
     mask[1, 7:] = 0
     model = model_of("llama", "cuflash")
-    made = transformers.masking_utils.create_causal_mask(model.config, torch.zeros(2, 11, 32), mask, None)
-    assert isinstance(made, SequenceMask)
-    out, _ = bridge.cuflash_attention_forward(layer(), *heads(6, 6), made[:, :, 5:, 5:])
+    sequence_mask = transformers.masking_utils.create_causal_mask(model.config, torch.zeros(2, 11, 32), mask, None)
+    assert isinstance(sequence_mask, SequenceMask)
+    out, _ = bridge.cuflash_attention_forward(layer(), *heads(6, 6), sequence_mask[:, :, 5:, 5:])
     assert calls == {"cuflash": 1, "sdpa": 0}
     assert out.shape == (2, 6, 4, 8)
 
@@ -204,29 +204,29 @@ def test_patterns_that_are_something_else_are_not_taken_for_these() -> None:
     packed = utils.and_masks(utils.packed_sequence_mask_function(ids), window)
     if hasattr(utils, "packed_sequence_compatibility_function"):  # transformers 5.23
         packed = utils.packed_sequence_compatibility_function(window, ids, ids)
-    assert Pattern.from_mask_function(causal) == (True, None, None)
-    assert Pattern.from_mask_function(window) == (True, 4, None)
-    assert Pattern.from_mask_function(packed)[:2] == (True, 4)
-    assert Pattern.from_mask_function(packed).packed is ids
-    assert Pattern.from_mask_function(utils.bidirectional_mask_function) == (False, None, None)
+    assert Pattern.from_function(causal) == (True, None, None)
+    assert Pattern.from_function(window) == (True, 4, None)
+    assert Pattern.from_function(packed)[:2] == (True, 4)
+    assert Pattern.from_function(packed).packed is ids
+    assert Pattern.from_function(utils.bidirectional_mask_function) == (False, None, None)
     chunks = utils.chunked_causal_mask_function(4, torch.zeros(1))
-    for other in (chunks, utils.or_masks(causal, window), utils.and_masks(causal, lambda *at: at[2] >= at[3]),
+    for other in (chunks, utils.or_masks(causal, window), utils.and_masks(causal, lambda b, h, q, k: q >= k),
                   utils.and_masks(window, window), utils.sliding_window_overlay(3),
                   utils.sliding_window_bidirectional_mask_function(3)):  # fmt: skip
-        assert Pattern.from_mask_function(other) is None
+        assert Pattern.from_function(other) is None
 
 
 def test_bounds_beside_a_mask_tensor_count_too(calls: dict[str, int]) -> None:
     bounds = torch.tensor([0, 4, 6, 12])
     causal = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
-    given, both = heads(), {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    wanted, _ = bridge.cuflash_attention_forward(layer(), *given, None, max_length_q=6, max_length_k=6, **both)
+    inputs, both = heads(), {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    expected, _ = bridge.cuflash_attention_forward(layer(), *inputs, None, max_length_q=6, max_length_k=6, **both)
     for mask in (causal, torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)):
-        out, _ = bridge.cuflash_attention_forward(layer(), *given, mask, **both)
-        torch.testing.assert_close(out, wanted)
+        out, _ = bridge.cuflash_attention_forward(layer(), *inputs, mask, **both)
+        torch.testing.assert_close(out, expected)
     assert calls == {"cuflash": 3, "sdpa": 0}
     with pytest.raises(ProblemError, match="cu_seq_lens_q was given without cu_seq_lens_k"):
-        bridge.cuflash_attention_forward(layer(), *given, None, cu_seq_lens_q=bounds)
+        bridge.cuflash_attention_forward(layer(), *inputs, None, cu_seq_lens_q=bounds)
 
 
 def test_positions_that_change_are_read_again() -> None:

@@ -24,38 +24,38 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 
 from cuflash.frameworks.jax import attention, ffi, handlers
-from cuflash.frameworks.jax.handlers import BACKWARD, FORWARD, OPS, Described, Static
+from cuflash.frameworks.jax.handlers import BACKWARD, FORWARD, OPS, CallOptions, CallSpec
 
 H100 = DEVICES["sm_90"]
-STATIC = Static(-300, 0, 0.125, 0.0)
+STATIC = CallOptions(-300, 0, 0.125, 0.0)
 X, LSE = (2, 300, 4, 64), (2, 4, 300, 1)
 
 
-def described(shapes: list[tuple[int, ...]], static: Static = STATIC, workspace: int = 10**7) -> Described:
+def call_spec(shapes: list[tuple[int, ...]], static: CallOptions = STATIC, workspace: int = 10**7) -> CallSpec:
     names = OPS[BACKWARD].names[: len(shapes)]
     dtypes = tuple("float32" if name.endswith("lse") else "bfloat16" for name in names)
-    return Described(static._replace(names=names), tuple(shapes), dtypes, workspace)
+    return CallSpec(static._replace(names=names), tuple(shapes), dtypes, workspace)
 
 
 def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
-    encoded = Static(None, -3, 0.1, 0.0, of_each=True, max_seqlen_k=7, num_splits=2, split_size=256)
-    for static in (STATIC, Static(-(2**31), 2**31, 1e-15, 1e15, True), Static(0, 0, 0.1, 30.0), encoded):
+    encoded = CallOptions(None, -3, 0.1, 0.0, of_each=True, max_seqlen_k=7, num_splits=2, split_size=256)
+    for static in (STATIC, CallOptions(-(2**31), 2**31, 1e-15, 1e15, True), CallOptions(0, 0, 0.1, 30.0), encoded):
         for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)], []):
-            attribute = described(shapes, static).encode()
+            attribute = call_spec(shapes, static).encode()
             assert attribute.dtype == np.int64
-            assert Described.decode(attribute.tobytes()) == described(shapes, static)
+            assert CallSpec.decode(attribute.tobytes()) == call_spec(shapes, static)
     attribute[0] += 1
     for other in (attribute.tobytes(), b""):
         with pytest.raises(UnsupportedError, match="another version of cuflash"):
-            Described.decode(other)
+            CallSpec.decode(other)
 
 
 def test_exported_programs_keep_the_name_that_block_masks_had() -> None:
     static = STATIC._replace(names=("q", "k", "v", "mask_tiles"))
-    attribute = Described(static).encode().tobytes()
+    attribute = CallSpec(static).encode().tobytes()
     assert b'"cells"' in attribute
     assert b"mask_tiles" not in attribute
-    assert Described.decode(attribute).static.names == static.names
+    assert CallSpec.decode(attribute).static.names == static.names
 
 
 def raising(error: BaseException) -> Any:
@@ -66,7 +66,7 @@ def raising(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "wanted"),
+    ("error", "expected"),
     [
         (ProblemError("heads 3 and 2 " * 200), "INVALID_ARGUMENT: ProblemError: heads 3 and 2"),
         (UnsupportedError("größer"), "INVALID_ARGUMENT: UnsupportedError: größer"),
@@ -75,12 +75,12 @@ def raising(error: BaseException) -> Any:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_a_handler_raises_is_an_error_of_xla(error: BaseException, wanted: str) -> None:
+def test_what_a_handler_raises_is_an_error_of_xla(error: BaseException, expected: str) -> None:
     ffi.register("cuflash_test_error", "cpu", 0, raising(error))  # and each replaces the one before
     call = jax.jit(jax.ffi.ffi_call("cuflash_test_error", jax.ShapeDtypeStruct((1,), jnp.float32)))
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(call(jnp.ones(1)))
-    assert str(caught.value).startswith(wanted)
+    assert str(caught.value).startswith(expected)
     assert len(str(caught.value)) >= len(str(error))
 
 
@@ -123,25 +123,25 @@ def test_a_call_is_read_as_xla_says_it() -> None:
 
 def test_modules_that_are_loaded_anew_serve_on() -> None:
     x = np.ones((1, 3, 1, 4), "f4")
-    names = ("jax.ffi", "jax.handlers", "jax.primitives", "jax")
+    names = ("jax.ffi", "jax.handlers", "jax.primitives", "jax.autograd", "jax")
     with jax.default_device(jax.devices("cpu")[0]):
         before = jax.jit(attention)
         np.testing.assert_array_equal(before(x, x, x), x)
-        kept = {name: dict(vars(importlib.import_module(f"cuflash.frameworks.{name}"))) for name in names}
+        namespaces = {name: dict(vars(importlib.import_module(f"cuflash.frameworks.{name}"))) for name in names}
         try:
             for name in names:
                 again = importlib.reload(sys.modules[f"cuflash.frameworks.{name}"])
             np.testing.assert_array_equal(again.attention(x, x, x), x)
             np.testing.assert_array_equal(before(x, x, x), x)
         finally:
-            for name, values in kept.items():
+            for name, values in namespaces.items():
                 vars(sys.modules[f"cuflash.frameworks.{name}"]).update(values)
 
 
 class Recorded:
     """In place of loaded kernels."""
 
-    made: list[Recorded]
+    instances: list[Recorded]
 
     def __init__(self, plan: Any, ordinal: int) -> None:
         self.plan, self.ordinal, self.thread = plan, ordinal, threading.get_ident()
@@ -149,7 +149,7 @@ class Recorded:
         self.vector_loaded = ()
         self.written: list[Any] = []
         self.streams: list[int] = []
-        Recorded.made.append(self)
+        Recorded.instances.append(self)
 
     def launch(self, pointers: Any, stream: int) -> bool:
         if any(pointers[number] & bits for number, bits in self.tma_operands):
@@ -169,7 +169,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lines.append(what)
         yield
 
-    monkeypatch.setattr(Recorded, "made", [], raising=False)
+    monkeypatch.setattr(Recorded, "instances", [], raising=False)
     monkeypatch.setattr(calls, "LoadedPlan", Recorded)
     monkeypatch.setattr(calls, "current_device", lambda: -1)
     monkeypatch.setattr(calls, "on_device", lambda ordinal: contextlib.nullcontext())
@@ -188,7 +188,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def call_of(
     shapes: list[tuple[int, ...]], results: int, stream: int = 7, ordinal: int = 1, off: int = 0, **more: Any
 ) -> Any:
-    attribute = described(shapes, **more).encode().tobytes()
+    attribute = call_spec(shapes, **more).encode().tobytes()
     pointers = *(4096 * (n + 1) for n in range(len(shapes))), *(2**20 * (n + 1) for n in range(results))
     pointers = pointers[0] + off, *pointers[1:]
     return SimpleNamespace(
@@ -199,7 +199,7 @@ def call_of(
 def test_a_forward_call_writes_its_pointers_and_launches_on_its_stream(gpus: list[str]) -> None:
     for stream in (7, 8):
         handlers.run_on_cuda(FORWARD, call_of([X, X, X], 2, stream))
-    (kernels,) = Recorded.made
+    (kernels,) = Recorded.instances
     assert kernels.ordinal == 1
     assert kernels.written == [(4096, 8192, 12288, 2**20, 2**21)] * 2
     assert kernels.streams == [7, 8]
@@ -208,15 +208,15 @@ def test_a_forward_call_writes_its_pointers_and_launches_on_its_stream(gpus: lis
     thread = threading.Thread(target=handlers.run_on_cuda, args=(FORWARD, call_of([X, X, X], 2)))
     thread.start()
     thread.join()
-    assert len(Recorded.made) == 3  # of another GPU, and of another thread
-    assert len({kernels.thread for kernels in Recorded.made}) == 2
+    assert len(Recorded.instances) == 3  # of another GPU, and of another thread
+    assert len({kernels.thread for kernels in Recorded.instances}) == 2
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_a_backward_call_takes_the_workspace_of_xla(gpus: list[str], with_dlse: bool) -> None:
     shapes = [X] * 5 + [LSE] * (1 + with_dlse)
     handlers.run_on_cuda(BACKWARD, call_of(shapes, 4))
-    (kernels,) = Recorded.made
+    (kernels,) = Recorded.instances
     pointers = kernels.written[0]
     assert pointers[:6] == tuple(4096 * n for n in range(1, 7))
     assert pointers[6] == (7 * 4096 if with_dlse else 0)
@@ -228,7 +228,7 @@ def test_a_backward_call_takes_the_workspace_of_xla(gpus: list[str], with_dlse: 
 
 def test_operands_that_are_not_aligned_take_the_generic_kernel(gpus: list[str]) -> None:
     handlers.run_on_cuda(BACKWARD, call_of([X] * 5 + [LSE], 4, off=2))
-    hopper, generic = Recorded.made
+    hopper, generic = Recorded.instances
     assert (hopper.plan.variant.of_warpgroups, generic.plan.variant.of_warpgroups) == (True, False)
     assert (len(hopper.streams), len(generic.streams)) == (0, 1)
 
@@ -238,19 +238,19 @@ def test_operands_take_their_places_by_name_and_both_halves_of_one_operand(gpus:
         ("q", "kv", "cu_seqlens_q", "seqused_k", "page_table"),
         ((9, 4, 64), (5, 16, 2, 128), (3,), (2,), (2, 4)),
     )
-    static = Static(None, 0, 0.125, 0.0, names=names, of_each=True, max_seqlen_q=9, max_seqlen_k=64)
-    whole = Described(static, shapes, ("bfloat16", "bfloat16", "int32", "int32", "int32"))
+    static = CallOptions(None, 0, 0.125, 0.0, names=names, of_each=True, max_seqlen_q=9, max_seqlen_k=64)
+    whole = CallSpec(static, shapes, ("bfloat16", "bfloat16", "int32", "int32", "int32"))
     problem = whole.problem(FORWARD, "cuda:1")
     whole = whole._replace(workspace=plan(problem, H100).workspace_bytes // 4)
     assert problem.spec("v").strides == (16 * 2 * 128, 2 * 128, 128, 1)
-    assert Static.from_problem(problem, names) == static
+    assert CallOptions.from_problem(problem, names) == static
     pointers = *(4096 * (n + 1) for n in range(5)), 2**20, 2**21, 2**22
     call = SimpleNamespace(attribute=lambda: whole.encode().tobytes(), pointers=lambda: pointers, stream=lambda: 7,
                            ordinal=lambda: 1)  # fmt: skip
     handlers.run_on_cuda(FORWARD, call)
     inputs = {"q": 4096, "k": 8192, "v": 8192 + 2 * 64, "cu_seqlens_q": 12288, "seqused_k": 16384, "page_table": 20480}
-    wanted = [inputs.get(operand.name, 0) for operand in problem.op.inputs]
-    assert Recorded.made[-1].written == [(*wanted, 2**20, 2**21, 2**22)]
+    expected = [inputs.get(operand.name, 0) for operand in problem.op.inputs]
+    assert Recorded.instances[-1].written == [(*expected, 2**20, 2**21, 2**22)]
 
 
 def lowered(function: Any, *shapes: tuple[int, ...]) -> str:
@@ -264,25 +264,25 @@ def gradients(*arrays: Any) -> Any:
 
 def test_lowering_loads_what_runs_on_every_gpu_and_gives_backward_its_workspace(gpus: list[str]) -> None:
     def planned(target: str, shapes: list[tuple[int, ...]]) -> Any:
-        return plan(described(shapes).problem(target, "cuda:0"), H100)
+        return plan(call_spec(shapes).problem(target, "cuda:0"), H100)
 
     floats = planned(BACKWARD, [X] * 5 + [LSE]).workspace_bytes // 4
     text = lowered(gradients, X, X, X)
     assert f"tensor<{floats}xf32>" in text
-    assert sorted((made.ordinal, made.plan.kernel.split("_")[0]) for made in Recorded.made) == [
+    assert sorted((recorded.ordinal, recorded.plan.kernel.split("_")[0]) for recorded in Recorded.instances) == [
         (0, "backward"), (0, "forward"), (1, "backward"), (1, "forward")]  # fmt: skip
-    Recorded.made.clear()
+    Recorded.instances.clear()
     text = lowered(jax.vmap(gradients), (3, *X), (3, *X), (3, *X))
     folded = [(6, *X[1:])] * 5 + [(6, *LSE[1:])]
     assert f"tensor<{planned(BACKWARD, folded).workspace_bytes // 4}xf32>" in text
-    assert {made.plan.launches[-1].num_blocks for made in Recorded.made} == {
+    assert {recorded.plan.launches[-1].num_blocks for recorded in Recorded.instances} == {
         planned(target, folded[:n]).launches[-1].num_blocks for target, n in ((FORWARD, 3), (BACKWARD, 6))
     }
 
 
 def test_lowering_reserves_the_counter_of_a_counted_plan(gpus: list[str]) -> None:
     lowered(lambda *x: attention(*x, causal=True), *[(4, 4096, 16, 64)] * 3)
-    assert all(made.plan.launches[0].counted for made in Recorded.made)
+    assert all(recorded.plan.launches[0].counted for recorded in Recorded.instances)
     assert [what for what in gpus if "reserve" in what] == ["reserve 0", "reserve 1"]
 
 

@@ -100,7 +100,7 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
         )
     finder = _Finder() if as_installed else None
     _before = _Before({name: module for name, module in sys.modules.items() if _is_ours(name)}, finder)
-    modules = {name: _made(name, installed) for name in _MODULES}
+    modules = {name: _module_named(name, installed) for name in _MODULES}
     sys.modules.update(modules)
     for name in list(filter(_is_ours, sys.modules)):  # those of an installed package, too
         parent, _, child = name.rpartition(".")
@@ -144,7 +144,7 @@ def _installed(root: str) -> list[str] | None:
     return None if spec is None else list(spec.submodule_search_locations or [spec.origin or ""])
 
 
-def _made(name: str, installed: dict[str, list[str] | None]) -> ModuleType:
+def _module_named(name: str, installed: dict[str, list[str] | None]) -> ModuleType:
     """The module of this name; that of a package finds further modules where those of an installed one are."""
     source, version = _MODULES[name]
     root, *inner = name.split(".")

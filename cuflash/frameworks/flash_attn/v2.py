@@ -249,21 +249,9 @@ def flash_attn_with_kvcache(
 
         flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)    # lengths (batch,)
     """
-    return over_cache(
-        2,
-        q,
-        k_cache,
-        v_cache,
-        New(k, v, rotary_cos, rotary_sin, rotary_interleaved),
-        cache_seqlens,
-        cache_leftpad,
-        block_table,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        return_softmax_lse,
-        cache_batch_idx=cache_batch_idx,
-        num_splits=num_splits,
-        mod_kwargs=v2_mod_kwargs(q, 0.0, alibi_slopes),
-    )
+    new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    masks = softmax_scale, causal, window_size, softcap, return_softmax_lse
+    options = cache_seqlens, cache_leftpad, block_table, *masks
+    keywords: dict[str, Any] = {"cache_batch_idx": cache_batch_idx, "num_splits": num_splits}
+    mod_kwargs = v2_mod_kwargs(q, 0.0, alibi_slopes)
+    return over_cache(2, q, k_cache, v_cache, new, *options, mod_kwargs=mod_kwargs, **keywords)

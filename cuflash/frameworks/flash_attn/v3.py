@@ -254,26 +254,13 @@ def flash_attn_with_kvcache(
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("rotary_seqlens", rotary_seqlens, cache_seqlens)
-    result = over_cache(
-        3,
-        q,
-        k_cache,
-        v_cache,
-        New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new),
-        cache_seqlens,
-        cache_leftpad,
-        page_table,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        return_softmax_lse,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
-        cache_batch_idx=cache_batch_idx,
-        num_splits=num_splits,
-        mod_kwargs=later_mod_kwargs("s_aux", s_aux, attention_chunk),
-    )
+    new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
+    masks = softmax_scale, causal, window_size, softcap, return_softmax_lse
+    options = cache_seqlens, cache_leftpad, page_table, *masks
+    keywords: dict[str, Any] = {"cache_batch_idx": cache_batch_idx, "num_splits": num_splits}
+    keywords |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": None if cu_seqlens_q is None else max_seqlen_q}
+    mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
+    result = over_cache(3, q, k_cache, v_cache, new, *options, mod_kwargs=mod_kwargs, **keywords)
     if not return_softmax_lse:
         return result
     return *result, *(q.new_empty(0, dtype=torch.float32) for _ in range(2))

@@ -24,10 +24,12 @@ from ...problem.operands import Op, VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.problem import Problem
 from ...problem.signatures import AttentionOptions
-from .arguments import arrays_of, bias_or_mask, integers, is_visible_to, window_of
-from .handlers import FORWARD, Shape, Static, op_of, specs_of
-from .mods import mod_attention, mod_operands
-from .primitives import as_jax, backward, check_not_reduced, checked_array, forward, refuse_cached
+from ..bool_masks import visible_in
+from . import autograd
+from .arguments import arrays_of, bias_or_mask, integers, window_of
+from .handlers import FORWARD, CallOptions, Shape, op_of, specs_of
+from .mods import mod_operands
+from .primitives import as_jax, check_not_reduced, checked_array
 
 if jax.__version_info__ < (0, 8, 2):  # why: older ones fail where gradients are made of some arguments alone
     raise UnsupportedError(
@@ -195,7 +197,6 @@ def dot_product_attention(
     used = [None if x is None else integers(name, as_jax(name, x), batch) for name, x in lengths.items()]
     of_scores = *batch, arrays[0].shape[-2], arrays[0].shape[-3], arrays[1].shape[-3]
     bias, mask = bias_or_mask("bias", bias, of_scores), bias_or_mask("mask", mask, of_scores)
-    both = bias is not None and mask is not None
     out = attention(
         *arrays,
         softmax_scale=scale,
@@ -206,7 +207,7 @@ def dot_product_attention(
         seqused_q=used[0],
         seqused_k=used[1],
         bias=mask if bias is None else bias,
-        mask_mod=is_visible_to(mask) if both else None,
+        mask_mod=None if bias is None or mask is None else visible_in(mask),
     )
     if not with_lse:
         return out
@@ -318,11 +319,10 @@ def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | No
     """The result of a call of operands by name, in the order of the op's. op: None for that of a plain call."""
     arrays = arrays_of(**named)
     static = _static(tuple(named), arrays, options, op)
-    call = _attention if static.functions is None else mod_attention
-    return call(static, with_lse, *_varying_alike(static.names, arrays))
+    return autograd.attention(static, with_lse, *_varying_alike(static.names, arrays))
 
 
-def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, op: Op | None) -> Static:
+def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, op: Op | None) -> CallOptions:
     """Checks a call; returns everything but its arrays."""
     call_key = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key(), op
     try:
@@ -346,10 +346,10 @@ def _validated(
     dtypes: tuple[Any, ...],
     options: tuple[Any, ...],
     op: Op | None,
-) -> Static:
+) -> CallOptions:
     """`options` is `Options.key()`, which begins with the options and keeps 1 and True apart."""
     op = op or op_of(FORWARD, names)
-    return Static.from_problem(
+    return CallOptions.from_problem(
         Problem.from_specs(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names
     )
 
@@ -367,34 +367,3 @@ def _varying_alike(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any
     for name, x in zip(names, alike, strict=True):
         check_not_reduced(name, x)
     return alike
-
-
-# The function with gradients. Inside it lse has an extra last axis of length 1, so that it has the rank of q.
-
-
-def _call(static: Static, with_lse: bool, *operands: Any) -> Any:
-    out, lse = forward.bind(*operands, static=static)
-    return (out, lse[..., 0]) if with_lse else out
-
-
-def _call_and_keep(static: Static, with_lse: bool, *operands: Any) -> tuple[Any, tuple[Any, ...]]:
-    refuse_cached(static.names)
-    out, lse = forward.bind(*operands, static=static)
-    return (out, lse[..., 0]) if with_lse else out, (*operands, out, lse)
-
-
-def _gradients(static: Static, with_lse: bool, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, *varlen_args, out, lse = residuals
-    _, _, _, *names = static.names
-    named = {"q": q, "k": k, "v": v, "dout": cotangents[0] if with_lse else cotangents, "out": out, "lse": lse}
-    if with_lse:
-        named["dlse"] = cotangents[1][..., None]
-    named |= zip(names, varlen_args, strict=True)
-    of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None)
-    return *backward.bind(*named.values(), static=of_backward), *(None for _ in varlen_args)
-
-
-_with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))
-_with_gradients.defvjp(_call_and_keep, _gradients)
-# why jit: an eager call of a custom_vjp takes 180 µs, a call of a jitted function that is already traced takes 8 µs.
-_attention = jax.jit(_with_gradients, static_argnums=(0, 1))

@@ -33,17 +33,6 @@ def bias_or_mask(name: str, array: Any, lengths: Shape) -> Any:
     return array
 
 
-def is_visible_to(mask: Any) -> Any:
-    """The mask_mod of an array of bools, whose axes of length 1 are for all indices."""
-    lengths = mask.shape
-
-    def is_visible(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        indices = (b, h, q_idx, k_idx)[4 - len(lengths) :]
-        return mask[tuple([index if n > 1 else 0 for index, n in zip(indices, lengths, strict=True)])]
-
-    return is_visible
-
-
 def window_of(local_window_size: Any) -> tuple[Any, Any]:
     """Keys on the left and on the right, None for an open side. why not -1: jax.nn ends before the diagonal then."""
     window = local_window_size

@@ -132,19 +132,19 @@ class _Runtime:
     def __init__(self, address: int) -> None:
         self._api = _Api.from_address(address)
         self.version = self._api.version.major, self._api.version.minor
-        self._known: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
 
     def __str__(self) -> str:
         return "XLA's FFI {}.{}".format(*self.version)
 
     def function(self, name: str) -> Any:
         """The function of this name, which takes the address of a struct and returns 0 or the address of an error."""
-        entry = self._known.get(name)
+        entry = self._functions.get(name)
         if entry is None:
             slot = getattr(_Api, name)
             if self._api.struct_size < slot.offset + slot.size:
                 raise UnsupportedError(f"{self} has no {name}: {_UPDATE}")
-            entry = self._known[name] = getattr(self._api, name)
+            entry = self._functions[name] = getattr(self._api, name)
         return entry
 
     def answer(self, name: str, context: int) -> int:

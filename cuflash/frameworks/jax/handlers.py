@@ -50,7 +50,7 @@ _READ_NAMES = {name: today for today, name in _WRITTEN_NAMES.items()}
 Shape = tuple[int, ...]
 
 
-class Static(NamedTuple):
+class CallOptions(NamedTuple):
     """The options of a call and the names of its operands.
 
     A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `of_each` both count from
@@ -74,7 +74,7 @@ class Static(NamedTuple):
     grads: tuple[int, ...] = ()
 
     @classmethod
-    def from_problem(cls, problem: Problem, names: tuple[str, ...]) -> Static:
+    def from_problem(cls, problem: Problem, names: tuple[str, ...]) -> CallOptions:
         """The options of a problem whose operands are these."""
         options, varlen, mask = problem.options, problem.seqlen_info, problem.mask
         lo, hi, of_each = (mask.lo, mask.hi, False) if varlen is None else varlen.bounds
@@ -93,7 +93,7 @@ class Static(NamedTuple):
             num_splits=options.num_splits,
             split_size=options.split_size,
             dropout_p=options.dropout_p,
-            functions=None if problem.op.mod_spec is None else Functions.interned(problem.op.mod_spec),
+            functions=None if problem.op.mod_spec is None else Functions.from_spec(problem.op.mod_spec),
         )
 
     @property
@@ -128,10 +128,10 @@ class Static(NamedTuple):
         )
 
 
-class Described(NamedTuple):
+class CallSpec(NamedTuple):
     """All of a call but its addresses. It is the call's attribute in XLA, under which its prepared launch is kept."""
 
-    static: Static
+    static: CallOptions
     shapes: tuple[Shape, ...] = ()  # of the named operands; none on the CPU
     dtypes: tuple[str, ...] = ()
     workspace: int = 0  # floats of the call's workspace
@@ -144,7 +144,7 @@ class Described(NamedTuple):
         return np.frombuffer(bytearray(_FORMAT_VERSION.to_bytes(8, "little") + text), np.int64)
 
     @classmethod
-    def decode(cls, attribute: bytes) -> Described:
+    def decode(cls, attribute: bytes) -> CallSpec:
         """The inverse of `encode`; raises UnsupportedError if another version of the library wrote the attribute."""
         if int.from_bytes(attribute[:8], "little") != _FORMAT_VERSION:
             raise UnsupportedError(
@@ -152,7 +152,7 @@ class Described(NamedTuple):
                 "export it again"
             )
         options, shapes, dtypes, workspace = json.loads(attribute[8:])
-        static = Static(*options)
+        static = CallOptions(*options)
         functions = None if static.functions is None else Functions.decoded(static.functions)  # type: ignore[arg-type]
         static = static._replace(
             names=tuple(_READ_NAMES.get(name, name) for name in static.names),
@@ -241,10 +241,10 @@ on_cpu = Activity()
 def run_on_cpu(target: str, call: ffi.Call) -> None:
     """Runs the op of a target on the call's buffers."""
     operands, results = call.buffers()
-    described = Described.decode(call.attribute())
+    call_spec = CallSpec.decode(call.attribute())
     shapes, dtypes = tuple(x.shape for x in operands), tuple(_NAMES[x.dtype] for x in operands)
-    problem = described._replace(shapes=shapes, dtypes=dtypes).problem(target, "cpu")
-    views = dict(zip(described.static.names, map(_view, operands), strict=True))
+    problem = call_spec._replace(shapes=shapes, dtypes=dtypes).problem(target, "cpu")
+    views = dict(zip(call_spec.static.names, map(_view, operands), strict=True))
     if (both := views.pop("kv", None)) is not None:
         views["k"], views["v"] = np.split(both, 2, axis=-1)
     arrays = [views.get(operand.name) for operand in problem.op.inputs]
@@ -255,21 +255,21 @@ def run_on_cpu(target: str, call: ffi.Call) -> None:
 
 def run_on_cuda(target: str, call: ffi.Call) -> None:
     """Runs a target's op on the call's buffers, on XLA's stream; a workspace is an extra result."""
-    lowered = _lowered(target, call.attribute(), call.ordinal())
+    loaded = _loaded(target, call.attribute(), call.ordinal())
     pointers = call.pointers()
-    if lowered.half:
+    if loaded.half:
         q, kv, *others = pointers
-        pointers = (q, kv, kv + lowered.half, *others)
-    for place in lowered.absent:
+        pointers = (q, kv, kv + loaded.half, *others)
+    for place in loaded.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
     stream = call.stream()
-    if not lowered.call.aligned_plan.launch(pointers, stream):
-        unaligned_plan = lowered.call.unaligned_plan(pointers)
-        lowered.check_workspace(unaligned_plan)
+    if not loaded.call.aligned_plan.launch(pointers, stream):
+        unaligned_plan = loaded.call.unaligned_plan(pointers)
+        loaded.check_workspace(unaligned_plan)
         unaligned_plan.launch(pointers, stream)
 
 
-class Lowered(NamedTuple):
+class LoadedCall(NamedTuple):
     """What a thread keeps for the calls of a program with one attribute."""
 
     call: CachedCall
@@ -287,7 +287,7 @@ class Lowered(NamedTuple):
             )
 
 
-def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
+def load(target: str, call_spec: CallSpec, ordinals: Sequence[int]) -> int:
     """Compiles and loads what such calls launch on these GPUs; returns the floats of the largest workspace.
 
     A GPU that cannot run them is passed over as long as another one can; a call on that GPU raises the reason.
@@ -295,7 +295,7 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
     workspace, loaded, refused = 0, 0, None
     for ordinal in ordinals:
         try:
-            call = _call(target, described, ordinal)
+            call = _call(target, call_spec, ordinal)
         except UnsupportedError as error:
             refused = error
             continue
@@ -310,27 +310,27 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
     return workspace
 
 
-def _lowered(target: str, attribute: bytes, ordinal: int) -> Lowered:
+def _loaded(target: str, attribute: bytes, ordinal: int) -> LoadedCall:
     """What this thread keeps for calls with this attribute."""
     key = threading.get_ident(), target, ordinal, attribute
-    lowered: Lowered | None = CALL_CACHE.get(key)
-    if lowered is None:
-        described = Described.decode(attribute)
+    loaded: LoadedCall | None = CALL_CACHE.get(key)
+    if loaded is None:
+        call_spec = CallSpec.decode(attribute)
         # why: the kernels were loaded when the program was lowered, unless another process did that (jax.export).
         # Then they are loaded in the first call, which may be captured.
         with relaxed_capture():
-            call = _call(target, described, ordinal)
+            call = _call(target, call_spec, ordinal)
         absent = tuple(place for place, _ in enumerate(call.problem.op.inputs) if call.problem.specs[place] is None)
-        names, shapes = described.static.names, described.shapes
-        half = shapes[1][-1] // 2 * ITEMSIZE[described.dtypes[1]] if "kv" in names else 0
-        lowered = Lowered(call, absent, half, 4 * described.workspace)
-        lowered.check_workspace(call)
-        CALL_CACHE.put(key, lowered, call.num_bytes)
-    return lowered
+        names, shapes = call_spec.static.names, call_spec.shapes
+        half = shapes[1][-1] // 2 * ITEMSIZE[call_spec.dtypes[1]] if "kv" in names else 0
+        loaded = LoadedCall(call, absent, half, 4 * call_spec.workspace)
+        loaded.check_workspace(call)
+        CALL_CACHE.put(key, loaded, call.num_bytes)
+    return loaded
 
 
-def _call(target: str, described: Described, ordinal: int) -> CachedCall:
-    return CachedCall(ValidatedCall(described.problem(target, f"cuda:{ordinal}")))
+def _call(target: str, call_spec: CallSpec, ordinal: int) -> CachedCall:
+    return CachedCall(ValidatedCall(call_spec.problem(target, f"cuda:{ordinal}")))
 
 
 def _view(buffer: ffi.Buffer) -> np.ndarray[Any, Any]:

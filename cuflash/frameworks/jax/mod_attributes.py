@@ -11,7 +11,7 @@ from typing import Any
 
 from ...mods.graph.graph import Node, node, post_order, variable
 from ...mods.graph.operations import Type
-from ...mods.graph.simplify import build, constant, load, rebuilt
+from ...mods.graph.simplify import build, constant, rebuilt, transform
 from ...problem.mod_spec import Kind, ModSpec, substituted
 from ...problem.operands import MOD_KINDS, SINKS, Operand
 
@@ -25,11 +25,11 @@ class Functions:
         self.mod_spec = mod_spec
 
     @classmethod
-    def interned(cls, mod_spec: ModSpec) -> Functions:
+    def from_spec(cls, mod_spec: ModSpec) -> Functions:
         """The one of these functions."""
-        functions = _known.get(mod_spec.digest)
+        functions = _functions_by_digest.get(mod_spec.digest)
         if functions is None:
-            functions = _known.setdefault(mod_spec.digest, cls(mod_spec))
+            functions = _functions_by_digest.setdefault(mod_spec.digest, cls(mod_spec))
         return functions
 
     def __eq__(self, other: object) -> bool:
@@ -60,7 +60,7 @@ class Functions:
     def decoded(cls, encoded: list[Any]) -> Functions:
         """The inverse of `encoded`."""
         nodes, ends, arrays, (has_sinks, drops, has_block_mask), digest, mask_tile_axes = encoded
-        functions = _known.get(digest)
+        functions = _functions_by_digest.get(digest)
         if functions is not None:
             return functions
         decoded: list[Node] = []
@@ -69,13 +69,12 @@ class Functions:
             decoded.append(node(op, Type(type), [decoded[place] for place in arguments], value, limits))
         score, mask = (None if place is None else decoded[place] for place in ends)
         kinds = tuple(Kind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
-        return cls.interned(
-            ModSpec(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
-        )
+        mod_spec = ModSpec(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
+        return cls.from_spec(mod_spec)
 
 
 # why weak: they live as long as the programs that have them.
-_known: weakref.WeakValueDictionary[str, Functions] = weakref.WeakValueDictionary()
+_functions_by_digest: weakref.WeakValueDictionary[str, Functions] = weakref.WeakValueDictionary()
 
 
 def is_mod_operand(operand: Operand) -> bool:
@@ -125,17 +124,14 @@ def folded(
     folded_spec = ModSpec(
         score, mask, kinds, mod_spec.has_sinks, mod_spec.drops, mod_spec.has_block_mask, digest, mod_spec.mask_tile_axes
     )
-    return tuple(new.get(name, name) for name in names), Functions.interned(folded_spec)
+    return tuple(new.get(name, name) for name in names), Functions.from_spec(folded_spec)
 
 
 def _with_place(root: Node, numbers: frozenset[int], place: Node) -> Node:
     """The same expression, where the arrays of these numbers have one more axis, with this index."""
-    mapped: dict[Node, Node] = {}
-    for each in post_order([root]):
-        arguments = [mapped[argument] for argument in each.arguments]
-        if each.op == "load":
-            first = [place] if each.value in numbers else []
-            mapped[each] = load(each.value, each.type, [*first, *arguments])
-        else:
-            mapped[each] = rebuilt(each, arguments)
-    return mapped[root]
+
+    def rule(x: Node, arguments: list[Node]) -> Node:
+        return rebuilt(x, [place, *arguments] if x.op == "load" and x.value in numbers else arguments)
+
+    (new_root,) = transform([root], rule)
+    return new_root

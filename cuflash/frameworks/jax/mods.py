@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from ...errors import ProblemError
-from ...mods.graph.graph import CapturedArray, Graph, Node, digest, post_order
-from ...mods.graph.simplify import cast, load, rebuilt
+from ...mods.graph.graph import CapturedArray, Graph, Node, digest
+from ...mods.graph.simplify import cast, load, rebuilt, transform
 from ...mods.tracing.jaxpr import graph_of_jaxpr
 from ...mods.tracing.operand import is_of_library, name_of_dtype, type_of_dtype
 from ...mods.tracing.trace import KINDS, trace
@@ -24,12 +23,9 @@ from ...ops.dropout_seed import seed_number
 from ...ops.mods import ModArgs, resolve_mods
 from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
-from ...problem.mod_spec import ModSpec
 from ...problem.operands import DROPOUT_SEED, Op, Sizes
 from ...problem.options import Options, check_dropout
-from .handlers import Static
-from .mod_attributes import differentiable
-from .primitives import backward, checked_array, forward, refuse_cached
+from .primitives import checked_array
 
 _SEEDS = "an int of 64 bits, a key of jax.random, or an array of two uint32"
 
@@ -163,61 +159,11 @@ def _of_arrays(graph: Graph, arrays: list[Any]) -> Graph:
     captured = [CapturedArray(x, name_of_dtype(x.dtype), tuple(x.shape), type_of_dtype(x.dtype)) for x in arrays]
     if all(new.dtype == old.dtype for new, old in zip(captured, graph.arrays, strict=True)):
         return Graph(graph.root, tuple(captured), graph.digest)
-    nodes: dict[Node, Node] = {}
-    for each in post_order([graph.root]):
-        arguments = [nodes[argument] for argument in each.arguments]
-        if each.op == "load":
-            nodes[each] = cast(load(each.value, captured[each.value].type, arguments), each.type)
-        else:
-            nodes[each] = rebuilt(each, arguments)
-    root = nodes[graph.root]
+
+    def rule(x: Node, arguments: list[Node]) -> Node:
+        if x.op == "load":
+            return cast(load(x.value, captured[x.value].type, arguments), x.type)
+        return rebuilt(x, arguments)
+
+    (root,) = transform([graph.root], rule)
     return Graph(root, tuple(captured), digest([root], captured))
-
-
-# The function with gradients, as in `jax/__init__.py`. Gradients are made of those arrays alone that are
-# differentiated.
-
-
-def _name(mod_spec: ModSpec, number: int) -> str:
-    return mod_spec.arrays[number].name if number < len(mod_spec.arrays) else "sinks"
-
-
-def _call(static: Static, with_lse: bool, *operands: Any) -> Any:
-    out, lse = forward.bind(*operands, static=static)
-    return (out, lse[..., 0]) if with_lse else out
-
-
-def _call_and_keep(static: Static, with_lse: bool, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
-    refuse_cached(static.names)
-    assert static.functions is not None
-    mod_spec, operands = static.functions.mod_spec, [x.value for x in primals]
-    perturbed = {name for name, x in zip(static.names, primals, strict=True) if x.perturbed}
-    # why () and None: neither is an array, so that they are known when gradients are traced.
-    perturbed_grads = [() if _name(mod_spec, number) in perturbed else None for number in differentiable(mod_spec)]
-    out, lse = forward.bind(*operands, static=static)
-    return (out, lse[..., 0]) if with_lse else out, (operands, out, lse, perturbed_grads)
-
-
-def _gradients(static: Static, with_lse: bool, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
-    assert static.functions is not None
-    mod_spec, (operands, out, lse, perturbed_grads) = static.functions.mod_spec, residuals
-    q, k, v, *rest = operands
-    _, _, _, *names = static.names
-    dout, dlse = cotangents if with_lse else (cotangents, None)
-    dout = jax.lax.full_like(out, 0) if isinstance(dout, SymbolicZero) else dout
-    named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    if dlse is not None and not isinstance(dlse, SymbolicZero):
-        named["dlse"] = dlse[..., None]
-    named |= zip(names, rest, strict=True)
-    grads = tuple(
-        n for n, is_wanted in zip(differentiable(mod_spec), perturbed_grads, strict=True) if is_wanted is not None
-    )
-    of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None, grads=grads)
-    dq, dk, dv, *more = backward.bind(*named.values(), static=of_backward)
-    grads_by_name = dict(zip([_name(mod_spec, number) for number in grads], more, strict=True))
-    return dq, dk, dv, *(grads_by_name.get(name) for name in names)
-
-
-_with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))
-_with_gradients.defvjp(_call_and_keep, _gradients, symbolic_zeros=True)
-mod_attention = jax.jit(_with_gradients, static_argnums=(0, 1))

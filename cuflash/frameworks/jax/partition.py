@@ -19,14 +19,14 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
 from ...problem.operands import VARLEN_ARGS, Op
-from .handlers import Shape, Static, axes_of
+from .handlers import CallOptions, Shape, axes_of
 
 BATCH, HEADS, GROUP = "batch", "heads", "group"  # the factors that may be split, and the query heads of a kv head
 # Given like this, sequences are rows of a batch. With others they are packed, or share a cache.
 _OF_ROWS = {"seqused_q", "seqused_k"}
 
 
-def lowered(primitive: Any, context: Any, operands: Sequence[Any], static: Static) -> Any:
+def lowered(primitive: Any, context: Any, operands: Sequence[Any], static: CallOptions) -> Any:
     """What XLA partitions in place of a call that is lowered in this context; None if it is not to be partitioned.
 
     why not with functions of the caller: b and h would count in a part. why not for export: what partitions a call is
@@ -46,7 +46,7 @@ def lowered(primitive: Any, context: Any, operands: Sequence[Any], static: Stati
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(primitive: Any, static: Static) -> Any:
+def _partitioned(primitive: Any, static: CallOptions) -> Any:
     """The call as a function of its operands that XLA partitions."""
     op = static.op(primitive.name)
 
@@ -118,11 +118,11 @@ def _axes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[l
     split = {"heads_q": HEADS, "heads_kv": HEADS}
     split |= dict.fromkeys(("batch_q", "batch_k", "batch"), BATCH) if of_rows else {}
 
-    def of(name: str) -> list[str]:
+    def axes_by_name(name: str) -> list[str]:
         named = axes_of(op, "k" if name == "kv" else name, len(shapes[0]), len(shapes[1]))
         return [split.get(axis, axis) for axis in named]
 
-    return [of(name) for name in names], [of(operand.name) for operand in op.outputs]
+    return [axes_by_name(name) for name in names], [axes_by_name(operand.name) for operand in op.outputs]
 
 
 def _rule(

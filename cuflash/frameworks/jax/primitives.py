@@ -31,7 +31,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...problem.dtypes import DTYPES
 from ...problem.operands import VARLEN_ARGS, Op
 from . import ffi, handlers, partition
-from .handlers import BACKWARD, FORWARD, Described, Shape, Static, axes_of, halved, is_like_lse
+from .handlers import BACKWARD, FORWARD, CallOptions, CallSpec, Shape, axes_of, halved, is_like_lse
 from .mod_attributes import folded as fold_mods
 from .mod_attributes import is_mod_operand
 
@@ -54,7 +54,7 @@ def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
     ]
 
 
-def _result_types(target: str, *operands: Any, static: Static) -> list[Any]:
+def _result_types(target: str, *operands: Any, static: CallOptions) -> list[Any]:
     op, q = static.op(target), operands[0]
     shapes = _result_shapes(op, halved(static.names, [x.shape for x in operands]))
     accumulator = np.dtype(DTYPES[str(q.dtype)].accumulator)
@@ -144,7 +144,7 @@ def _primitive(name: str) -> Any:
     return primitive
 
 
-def _run_eagerly(primitive: Any, *operands: Any, static: Static) -> Any:
+def _run_eagerly(primitive: Any, *operands: Any, static: CallOptions) -> Any:
     # why: a primitive runs only under jit, even where the user turns jit off, or JAX does in its search for the origin
     # of a NaN. That search must be off in here, or it would find this call and start again without end.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
@@ -158,7 +158,7 @@ def _run_eagerly(primitive: Any, *operands: Any, static: Static) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(primitive: Any, static: Static) -> Any:
+def _jitted(primitive: Any, static: CallOptions) -> Any:
     return jax.jit(functools.partial(primitive.bind, static=static))
 
 
@@ -170,7 +170,7 @@ def _refuse_derivatives(name: str, *arguments: Any, **parameters: Any) -> Any:
 
 
 def _batched(
-    primitive: Any, operands: Sequence[Any], axes: Sequence[int | None], *, static: Static
+    primitive: Any, operands: Sequence[Any], axes: Sequence[int | None], *, static: CallOptions
 ) -> tuple[list[Any], list[int]]:
     """The rule for vmap: the new axis joins batch, or heads if it stands before them, so that nothing is transposed.
 
@@ -188,7 +188,11 @@ def _batched(
         check_whole(name, x)
         check_not_reduced(name, x)
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    rank = operands[0].ndim - (axes[0] is not None)
+    shapes = [
+        x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :])
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    shape_q, rank = shapes[0], len(shapes[0])
     before_heads = 2 if rank == 4 else 1
     folded_axis = axes[0] if axes[0] is not None and axes[0] <= before_heads else 0
     mapped = [name for name, axis in zip(names, axes, strict=True) if name in VARLEN_ARGS and axis is not None]
@@ -220,13 +224,10 @@ def _batched(
             return folded_axis
         return rank - (1 if rank == 2 else 2) - is_like_lse(name)
 
-    folded, shapes = [], []
-    of_q = operands[0].shape if axes[0] is None else operands[0].shape[: axes[0]] + operands[0].shape[axes[0] + 1 :]
-    length = (of_q[-2] if rank > 2 else 1) if of_heads else (of_q[0] if rank == 4 else 1)
+    folded = []
+    length = (shape_q[-2] if rank > 2 else 1) if of_heads else (shape_q[0] if rank == 4 else 1)
     is_outer = of_heads or folded_axis == 0
-    for name, x, axis in zip(names, operands, axes, strict=True):
-        shape = x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :])
-        shapes.append(shape)
+    for name, x, axis, shape in zip(names, operands, axes, shapes, strict=True):
         if name in apart or (name == "sinks" and of_heads):
             x = jnp.broadcast_to(x, (size, *shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             x = x.reshape(-1) if name == "sinks" else x
@@ -240,10 +241,9 @@ def _batched(
         folded.append(x)
     if static.functions is not None:
         axis_name = "h" if of_heads else "b"
-        names_of_all, functions = fold_mods(
-            names, static.functions, axis_name, length, size, is_outer, apart - {"sinks"}
-        )
-        static = static._replace(names=names_of_all, functions=functions)
+        apart -= {"sinks"}
+        new_names, functions = fold_mods(names, static.functions, axis_name, length, size, is_outer, apart)
+        static = static._replace(names=new_names, functions=functions)
     results, places = [], []
     outputs = primitive.bind(*folded, static=static)
     for operand, x, shape in zip(op.outputs, outputs, _result_shapes(op, halved(names, shapes)), strict=True):
@@ -253,7 +253,7 @@ def _batched(
 
 
 def _in_turn(
-    primitive: Any, operands: Sequence[Any], axes: Sequence[int | None], static: Static
+    primitive: Any, operands: Sequence[Any], axes: Sequence[int | None], static: CallOptions
 ) -> tuple[list[Any], list[int]]:
     """The rule for vmap where nothing can be folded: one call after the other."""
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
@@ -296,27 +296,27 @@ def _folded(name: str, shape: Shape, size: int, of_heads: bool) -> Shape:
     return (batch * size, *inner)
 
 
-def _refuse_platform(name: str, context: Any, *operands: Any, static: Static) -> Any:
+def _refuse_platform(name: str, context: Any, *operands: Any, static: CallOptions) -> Any:
     platforms = ", ".join(context.module_context.platforms)
     raise UnsupportedError(f"{name} runs on NVIDIA GPUs and the CPU, not on {platforms}; move the arrays there")
 
 
-def _lower(primitive: Any, lower: Any, context: Any, *operands: Any, static: Static) -> Any:
+def _lower(primitive: Any, lower: Any, context: Any, *operands: Any, static: CallOptions) -> Any:
     partitioned = partition.lowered(primitive, context, operands, static)  # the parts come back here
     if partitioned is not None:
         return partitioned
     return lower(primitive.name, context, *operands, static=static)
 
 
-def _lower_for_cpu(name: str, context: Any, *operands: Any, static: Static) -> Any:
+def _lower_for_cpu(name: str, context: Any, *operands: Any, static: CallOptions) -> Any:
     # why no shapes: in an exported program they may be symbols, and the buffers have the real ones.
-    return jax.ffi.ffi_lowering(name)(context, *operands, call=Described(static).encode())
+    return jax.ffi.ffi_lowering(name)(context, *operands, call=CallSpec(static).encode())
 
 
-def _lower_for_cuda(name: str, context: Any, *operands: Any, static: Static) -> Any:
+def _lower_for_cuda(name: str, context: Any, *operands: Any, static: CallOptions) -> Any:
     shapes, dtypes = tuple(x.shape for x in context.avals_in), tuple(str(x.dtype) for x in context.avals_in)
     check_numbers("an operand", *shapes)
-    described = Described(static, shapes, dtypes)
+    call_spec = CallSpec(static, shapes, dtypes)
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError as error:  # jax.export writes for other machines
@@ -326,13 +326,13 @@ def _lower_for_cuda(name: str, context: Any, *operands: Any, static: Static) -> 
                 f"one ({error})"
             ) from error
         devices = []
-    floats = handlers.load(name, described, [device.local_hardware_id for device in devices])
+    floats = handlers.load(name, call_spec, [device.local_hardware_id for device in devices])
     if not floats:
-        return jax.ffi.ffi_lowering(name)(context, *operands, call=described.encode())
-    described = described._replace(workspace=floats)
-    workspace = jax.core.ShapedArray((described.workspace,), np.dtype("float32"))
+        return jax.ffi.ffi_lowering(name)(context, *operands, call=call_spec.encode())
+    call_spec = call_spec._replace(workspace=floats)
+    workspace = jax.core.ShapedArray((call_spec.workspace,), np.dtype("float32"))
     context = context.replace(avals_out=[*context.avals_out, workspace])
-    return jax.ffi.ffi_lowering(name)(context, *operands, call=described.encode())[:-1]
+    return jax.ffi.ffi_lowering(name)(context, *operands, call=call_spec.encode())[:-1]
 
 
 def check_numbers(name: str, *shapes: Shape) -> None:

@@ -103,9 +103,8 @@ class Override:
                 keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
             )
         state = _state(query, dropout_p)
-        out = (
-            torch.empty_like(query) if query.shape[3] == value.shape[3] else None
-        )  # torch.compile expects these strides
+        # torch.compile expects these strides.
+        out = torch.empty_like(query) if query.shape[3] == value.shape[3] else None
         result, lse = forward(
             *(x.transpose(1, 2) for x in (query, key, value)),
             softmax_scale=scale,

@@ -43,9 +43,10 @@ except ImportError as error:
 
 from ...errors import ProblemError, UnsupportedError
 from ...log import logger
+from ..bool_masks import visible_in
 from ..torch import attention
 from ..torch.tensors import disabled
-from .mask_mod import mask_mod_of, visible_in
+from .mask_mod import mask_mod_of
 from .masks import (
     Pattern,
     Places,
@@ -228,13 +229,11 @@ class _Layer(NamedTuple):
         keywords = {"softmax_scale": self.scaling, "softcap": self.softcap, **keywords}
         if self.dropout:
             keywords["dropout_p"] = self.dropout
-        if self.sink is None:
-            plain: torch.Tensor = attention(q, k, v, **keywords)
-            return plain
-        if self.sink.dim() == 1:
-            sinks = self.sink if self.sink.dtype in (q.dtype, torch.float32) else self.sink.float()
-            with_sinks: torch.Tensor = attention(q, k, v, sinks=sinks, **keywords)
-            return with_sinks
+        if self.sink is not None and self.sink.dim() == 1:
+            keywords["sinks"] = self.sink if self.sink.dtype in (q.dtype, torch.float32) else self.sink.float()
+        if self.sink is None or "sinks" in keywords:
+            result: torch.Tensor = attention(q, k, v, **keywords)
+            return result
         out, lse = attention(q, k, v, return_lse=True, **keywords)
         share = torch.sigmoid(lse - self.sink.squeeze(-1).to(lse.dtype))
         return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
@@ -333,9 +332,7 @@ def cuflash_mask(
     mask_mod = mask_mod_of(mask_function, padding, None if ends else offset, kv_offset, device)
     if places is None and is_static and isinstance(kwargs.get("q_offset"), torch.Tensor):
         used = int(offset) + seqlen_q - kv_offset
-        places = places_of_static(
-            Pattern.from_mask_function(mask_function), attention_mask, kv_offset, used, shape, device
-        )
+        places = places_of_static(Pattern.from_function(mask_function), attention_mask, kv_offset, used, shape, device)
     return SequenceMask.create(places, shape, device, make, mask_mod)
 
 

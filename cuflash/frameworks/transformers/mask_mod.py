@@ -26,8 +26,8 @@ def mask_mod_of(
 ) -> Mod:
     """The mask_mod of a function of transformers, and of padding.
 
-    kept (batch, positions): where a key counts; None: all do. begin: the position of the first query, or that of each
-    query; None if the last query stands at the last key. kv_offset: the position of the first key.
+    padding_mask (batch, positions): where a key counts; None: all do. begin: the position of the first query, or that
+    of each query; None if the last query stands at the last key. kv_offset: the position of the first key.
     """
     padding_mask = None if padding_mask is None else padding_mask.bool()
     first_q, first_k = _number(begin, device), _number(kv_offset, device)
@@ -53,18 +53,6 @@ def _number(value: Any, device: torch.device) -> Tensor | None:
     if isinstance(value, Tensor):
         return value.to(device)
     return torch.full((), value, dtype=torch.int32, device=device) if value else None
-
-
-def visible_in(mask: Tensor) -> Mod:
-    """The mask_mod of a tensor of bools that is broadcast to (batch, heads, seqlen_q, seqlen_k)."""
-    mask = mask[(None,) * (4 - mask.dim())]
-    varies_b, varies_h, varies_q, varies_k = (length > 1 for length in mask.shape)
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        index = b if varies_b else 0, h if varies_h else 0, q_idx if varies_q else 0, k_idx if varies_k else 0
-        return mask[index]
-
-    return mask_mod
 
 
 def keywords_of(mask_mod: Mod, shape: tuple[int, ...], heads: int, device: torch.device) -> dict[str, Any] | None:

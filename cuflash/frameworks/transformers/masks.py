@@ -2,7 +2,7 @@
 
 transformers describes a mask by a function that is put together from a few of its own, and by a table of which tokens
 count. Both are read here. A `SequenceMask` goes through the model in place of the mask that it stands for. Functions
-that say more than where sequences lie are those of `transformers_functions`.
+that say more than where sequences lie are those of `mask_mod.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
     packed: Tensor | None = None  # (batch, seqlen), to which sequence each token belongs
 
     @classmethod
-    def from_mask_function(cls, mask_function: Callable[..., Any]) -> Pattern | None:
+    def from_function(cls, mask_function: Callable[..., Any]) -> Pattern | None:
         """None if the function hides anything else."""
         whole = cls._read(mask_function)
         return whole if whole is None or whole.causal or whole.window is None else None
@@ -87,8 +87,8 @@ def places_of_packed(ids: Tensor, pattern: Pattern) -> Places:
 def places_of_padded(padding_mask: Tensor, seqlen_q: int, pattern: Pattern) -> Places | None:
     """Of rows with padding before and behind their tokens; None if it also lies between them.
 
-    kept (batch, seqlen_k) is True where a key counts. The last of causal queries stands at the last key, and those
-    without a key of their own become 0. It waits for the device.
+    padding_mask (batch, seqlen_k) is True where a key counts. The last of causal queries stands at the last key, and
+    those without a key of their own become 0. It waits for the device.
     """
     if not (pad(padding_mask, (1, 0))[:, :-1] < padding_mask).sum(1).le(1).all():
         return None
@@ -106,7 +106,7 @@ def places_of_function(
     mask_function: Any, padding: Tensor | None, seqlen_q: int, kv_offset: int, seqlen_k: int, ends: bool
 ) -> Places | None:
     """Where sequences lie if a mask says just that; None if it says less, or anything else."""
-    pattern = None if mask_function is None else Pattern.from_mask_function(mask_function)
+    pattern = None if mask_function is None else Pattern.from_function(mask_function)
     if pattern is None or (pattern.causal and not ends):
         return None
     if pattern.packed is not None:
@@ -128,7 +128,7 @@ def places_of_static(
 ) -> Places | None:
     """Of causal queries that end at key number `used` of a cache with more room; None if padding hides some before it.
 
-    kept (batch, positions) is True where a key counts; the cache holds those from `begin` on. shape: (batch, 1,
+    padding_mask (batch, positions) is True where a key counts; the cache holds those from `begin` on. shape: (batch, 1,
     seqlen_q, seqlen_k). It waits for the device.
     """
     batch, _, seqlen_q, seqlen_k = shape
@@ -217,9 +217,9 @@ class SequenceMask(Tensor):
 
     def whole(self) -> Tensor:
         """The mask as a plain tensor."""
-        tensor = self.__dict__.get("_made")
+        tensor = self.__dict__.get("_whole")
         if tensor is None:
-            tensor = self._made = self._make()
+            tensor = self._whole = self._make()
         return tensor
 
     def as_function(self, heads: int) -> dict[str, Any] | None:
