@@ -10,12 +10,12 @@ import pytest
 from doctests import run_examples
 
 
-def run_all(module: str, **given: Any) -> None:
+def run_all(module: str, **namespace: Any) -> None:
     """Runs the examples of all that a module is for."""
     public = importlib.import_module(f"cuflash.frameworks.{module}")
     assert public.__all__
     for name in public.__all__:
-        run_examples(getattr(public, name), **given)
+        run_examples(getattr(public, name), **namespace)
 
 
 def test_examples_of_torch() -> None:

@@ -121,9 +121,9 @@ def test_masks_are_aligned_bottom_right_and_rows_that_see_nothing_are_zero() -> 
 
 def test_positional_arguments_stand_in_the_order_of_each_version() -> None:
     inputs = tensors()
-    wanted = cuflash.forward(*(x.detach() for x in inputs), softmax_scale=0.2, causal=True, window_size=(3, 0))
-    assert torch.equal(fa2.flash_attn_func(*inputs, 0.0, 0.2, True, (3, 0)), wanted)
-    assert torch.equal(fa3.flash_attn_func(*inputs, 0.2, True, None, None, None, None, (3, 0)), wanted)
+    expected = cuflash.forward(*(x.detach() for x in inputs), softmax_scale=0.2, causal=True, window_size=(3, 0))
+    assert torch.equal(fa2.flash_attn_func(*inputs, 0.0, 0.2, True, (3, 0)), expected)
+    assert torch.equal(fa3.flash_attn_func(*inputs, 0.2, True, None, None, None, None, (3, 0)), expected)
     capped = fa2.flash_attn_func(*inputs, softcap=0.7)
     assert torch.equal(fa2.flash_attn_func(*inputs, 0.0, None, False, (-1, -1), 0.7), capped)
     assert not torch.equal(fa2.flash_attn_func(*inputs, softcap=-1.0), capped)
@@ -155,10 +155,10 @@ def packed(count: int) -> Any:
 def test_packed_tensors_are_attention_of_their_parts(module: Any) -> None:
     qkv, weight = packed(3), torch.linspace(-1, 1, 16)
     result = module.flash_attn_qkvpacked_func(qkv, causal=True, window_size=(2, 0), return_attn_probs=True)
-    wanted = module.flash_attn_func(*qkv.unbind(2), causal=True, window_size=(2, 0), return_attn_probs=True)
-    assert len(result) == len(wanted) == (3 if module is fa2 else 2)
-    assert all(map(torch.equal, result, wanted))
-    gradients = [torch.autograd.grad((out[0] * weight).sum(), qkv)[0] for out in (result, wanted)]
+    expected = module.flash_attn_func(*qkv.unbind(2), causal=True, window_size=(2, 0), return_attn_probs=True)
+    assert len(result) == len(expected) == (3 if module is fa2 else 2)
+    assert all(map(torch.equal, result, expected))
+    gradients = [torch.autograd.grad((out[0] * weight).sum(), qkv)[0] for out in (result, expected)]
     assert gradients[0].shape == qkv.shape
     assert torch.equal(*gradients)
     with pytest.raises(ProblemError, match=r"qkv has shape \(2, 7, 2, 4, 16\)"):
@@ -183,14 +183,14 @@ def test_version_3_packs_heads_of_grouped_queries_too() -> None:
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [False, True])
-def test_parts_combine_to_the_whole(out_dtype: Any, given: bool) -> None:
+@pytest.mark.parametrize("has_out", [False, True])
+def test_parts_combine_to_the_whole(out_dtype: Any, has_out: bool) -> None:
     q, k, v = (x.detach() for x in tensors(seqlen_k=12))
     parts = [cuflash.forward(q, k[:, i : i + 4], v[:, i : i + 4], return_lse=True) for i in (0, 4, 8)]
     out_partial = torch.stack([out for out, _ in parts])
     lse_partial = torch.stack([lse.transpose(1, 2) for _, lse in parts])
     dtype = out_dtype or torch.float32
-    target = torch.empty(q.shape, dtype=dtype) if given else None
+    target = torch.empty(q.shape, dtype=dtype) if has_out else None
     out, lse = fa3.flash_attn_combine(out_partial, lse_partial, target, out_dtype)
     assert out.dtype == dtype
     assert target is None or out is target
@@ -243,9 +243,9 @@ def test_what_only_schedules_changes_no_result(hints: dict[str, Any]) -> None:
 def test_windows_may_be_tensors_in_host_memory() -> None:
     inputs = tensors()
     for function in (fa2.flash_attn_func, fa3.flash_attn_func):
-        wanted = function(*inputs, window_size=(3, 1))
+        expected = function(*inputs, window_size=(3, 1))
         for window in ((torch.tensor(3), 1), [torch.tensor(3), torch.tensor(1)], [3, 1]):
-            assert torch.equal(function(*inputs, window_size=window), wanted)
+            assert torch.equal(function(*inputs, window_size=window), expected)
         with pytest.raises(ProblemError, match=r"window_size is a tensor of shape \(1,\)"):
             function(*inputs, window_size=(torch.tensor([3]), 1))
         with pytest.raises(ProblemError, match="window_size"):

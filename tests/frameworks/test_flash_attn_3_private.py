@@ -26,16 +26,18 @@ LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 )
 def test_dense(mask: dict[str, Any], device: str) -> None:
     q, k, v = tensors = dense(device, torch.bfloat16, grad=False)
-    given = dict(mask)
-    left, right = given.pop("window_size", (-1, -1))
-    given |= {"window_size_left": left, "window_size_right": torch.tensor(right)}
-    out, lse, *rest = fa3._flash_attn_forward(q, k, v, **given)
+    options = dict(mask)
+    left, right = options.pop("window_size", (-1, -1))
+    options |= {"window_size_left": left, "window_size_right": torch.tensor(right)}
+    out, lse, *rest = fa3._flash_attn_forward(q, k, v, **options)
     assert_results(tensors, out, lse, **mask)
     assert [x.numel() for x in rest] == [0, 0]
-    causal = given.pop("causal", False)
+    causal = options.pop("causal", False)
     targets, dout = tuple(torch.full_like(x, torch.nan) for x in tensors), out.cos()
-    found = dict(zip(("dq", "dk", "dv"), targets, strict=True))
-    rest = fa3._flash_attn_backward(dout, q, k, v, out, lse, **found, is_causal=causal, deterministic=True, **given)
+    targets_by_name = dict(zip(("dq", "dk", "dv"), targets, strict=True))
+    rest = fa3._flash_attn_backward(
+        dout, q, k, v, out, lse, **targets_by_name, is_causal=causal, deterministic=True, **options
+    )
     assert (rest.numel(), rest.dtype) == (0, torch.float32)
     assert_pulled(targets, tensors, dout, **mask)
 
@@ -43,33 +45,33 @@ def test_dense(mask: dict[str, Any], device: str) -> None:
 @pytest.mark.parametrize("used", [False, True])
 def test_packed(used: bool, device: str) -> None:
     case = replace(CASE, used_q=used, used_k=used)
-    given = varlen_arrays(replace(case, spare_q=(1, 2, 0, 3), spare_k=(0, 3, 2, 1)) if used else case)
-    arguments = arguments_of(given, device)
+    inputs = varlen_arrays(replace(case, spare_q=(1, 2, 0, 3), spare_k=(0, 3, 2, 1)) if used else case)
+    arguments = arguments_of(inputs, device)
     q, k, v = tensors = tuple(arguments[name] for name in "qkv")
     varlen_kwargs = {name: arguments[name] for name in LENGTHS if name in arguments}
     bounds = {"max_seqlen_q": 20, "max_seqlen_k": torch.tensor(20)}
     out, lse, *_ = fa3._flash_attn_forward(q, k, v, **varlen_kwargs, **bounds, causal=True)
-    assert_sequences(given, out, lse)
-    targets, dout = tuple(torch.full_like(x, torch.nan) for x in tensors), torch_of(upstream(given)[0][0], device)
+    assert_sequences(inputs, out, lse)
+    targets, dout = tuple(torch.full_like(x, torch.nan) for x in tensors), torch_of(upstream(inputs)[0][0], device)
     varlen_kwargs = {name.replace("seqused", "sequed"): x for name, x in varlen_kwargs.items()}
-    found = dict(zip(("dq", "dk", "dv"), targets, strict=True))
-    fa3._flash_attn_backward(dout, q, k, v, out, lse, **varlen_kwargs, **bounds, **found, is_causal=True)
-    check_gradients(given, [in_numpy(x) for x in targets], dlse=False)
+    targets_by_name = dict(zip(("dq", "dk", "dv"), targets, strict=True))
+    fa3._flash_attn_backward(dout, q, k, v, out, lse, **varlen_kwargs, **bounds, **targets_by_name, is_causal=True)
+    check_gradients(inputs, [in_numpy(x) for x in targets], dlse=False)
 
 
 def test_caches(device: str) -> None:
     for place in ("paged", "cache"):
-        given = varlen_arrays(replace(CASE, place_k=place, used_k=True, page_size=3))
-        arguments = arguments_of(given, device)
+        inputs = varlen_arrays(replace(CASE, place_k=place, used_k=True, page_size=3))
+        arguments = arguments_of(inputs, device)
         q, k, v, used = (arguments[name] for name in ("q", "k", "v", "seqused_k"))
         varlen_kwargs = {"cu_seqlens_q": arguments["cu_seqlens_q"], "max_seqlen_q": 17, "causal": True}
         varlen_kwargs |= {"page_table": arguments.get("page_table"), "kv_batch_idx": arguments.get("cache_batch_idx")}
-        assert_sequences(given, *fa3._flash_attn_forward(q, k, v, seqused_k=used, **varlen_kwargs)[:2])
+        assert_sequences(inputs, *fa3._flash_attn_forward(q, k, v, seqused_k=used, **varlen_kwargs)[:2])
         if place == "paged":
             bounds = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-            assert_sequences(given, *fa3._flash_attn_forward(q, k, v, cu_seqlens_k=bounds, **varlen_kwargs)[:2])
+            assert_sequences(inputs, *fa3._flash_attn_forward(q, k, v, cu_seqlens_k=bounds, **varlen_kwargs)[:2])
             more = {"cu_seqlens_k": bounds + 7, "seqused_k": used}
-            assert_sequences(given, *fa3._flash_attn_forward(q, k, v, **more, **varlen_kwargs)[:2])
+            assert_sequences(inputs, *fa3._flash_attn_forward(q, k, v, **more, **varlen_kwargs)[:2])
 
 
 def test_new_keys_are_those_of_the_public_function(device: str) -> None:
@@ -79,9 +81,11 @@ def test_new_keys_are_those_of_the_public_function(device: str) -> None:
     q, k, v, k_new, v_new, used = (call[name] for name in ("q", "k_cache", "v_cache", "k", "v", "seqused_k"))
     rest = {"page_table": call["page_table"], "rotary_cos": call["rotary_cos"], "rotary_sin": call["rotary_sin"]}
     again = k.clone(), v.clone()
-    wanted = fa3.flash_attn_with_kvcache(q, *again, k_new, v_new, cache_seqlens=used, **rest, causal=True, num_splits=1)
-    found = fa3._flash_attn_forward(q, k, v, k_new, v_new, seqused_k=used, seqlens_rotary=used, **rest, causal=True)
-    assert_equal((found[0], k, v), (wanted, *again))
+    expected = fa3.flash_attn_with_kvcache(
+        q, *again, k_new, v_new, cache_seqlens=used, **rest, causal=True, num_splits=1
+    )
+    results = fa3._flash_attn_forward(q, k, v, k_new, v_new, seqused_k=used, seqlens_rotary=used, **rest, causal=True)
+    assert_equal((results[0], k, v), (expected, *again))
     with pytest.raises(ProblemError, match="cu_seqlens_k was given beside new keys"):
         fa3._flash_attn_forward(q, k, v, k_new, v_new, cu_seqlens_k=used, seqused_k=used)
 
@@ -89,8 +93,8 @@ def test_new_keys_are_those_of_the_public_function(device: str) -> None:
 def test_out_is_written_and_must_fit() -> None:
     q, k, v = dense("cpu", torch.float32, grad=False)
     out = torch.full_like(q, torch.nan)
-    found, *_ = fa3._flash_attn_forward(q, k, v, out_=out)
-    assert found is out
+    result, *_ = fa3._flash_attn_forward(q, k, v, out_=out)
+    assert result is out
     assert_results((q, k, v), out)
     for wrong in (out[:, :3], out.half()):
         with pytest.raises(ProblemError, match=r"out_ has shape .*give \(2, 9, 4, 16\) and torch.float32"):
@@ -100,11 +104,11 @@ def test_out_is_written_and_must_fit() -> None:
 def test_gradients_flow() -> None:
     q, k, v = tensors = dense("cpu", torch.float32)
     out, lse, *_ = fa3._flash_attn_forward(*tensors, causal=True)
-    found = torch.autograd.grad(out, tensors, out.detach())
-    assert_pulled(found, tensors, out.detach(), causal=True)
+    grads = torch.autograd.grad(out, tensors, out.detach())
+    assert_pulled(grads, tensors, out.detach(), causal=True)
     only = torch.empty_like(k)
     fa3._flash_attn_backward(out, q, k, v, out, lse, dk=only, is_causal=True)
-    assert torch.allclose(only, found[1], atol=1e-5)
+    assert torch.allclose(only, grads[1], atol=1e-5)
 
 
 def test_what_is_not_offered_is_refused_by_name() -> None:

@@ -37,7 +37,7 @@ def test_signatures(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "mask"),
+    ("options", "mask"),
     [
         ({}, {}),
         ({"causal": True, "num_splits": 2, "pack_gqa": True}, {"causal": True}),
@@ -51,26 +51,26 @@ def test_signatures(name: str) -> None:
     ],
     ids=str,
 )
-def test_dense(given: dict[str, Any], mask: dict[str, Any], device: str) -> None:
+def test_dense(options: dict[str, Any], mask: dict[str, Any], device: str) -> None:
     tensors = dense(device, torch.float32)
-    out, lse = fa4.flash_attn_func(*tensors, **given, return_lse=True)
+    out, lse = fa4.flash_attn_func(*tensors, **options, return_lse=True)
     assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
     assert_results(tensors, out, lse, **mask)
     assert_pulled(torch.autograd.grad(out, tensors, out.detach()), tensors, out.detach(), **mask)
-    alone, nothing = fa4.flash_attn_func(*tensors, **given, deterministic=True)
+    alone, nothing = fa4.flash_attn_func(*tensors, **options, deterministic=True)
     assert torch.equal(alone, out)
     assert nothing is None
 
 
 def test_packed_and_used(device: str) -> None:
     for case in (PACKED, replace(PACKED, used_q=True, used_k=True, spare_q=(1, 4, 0, 2), spare_k=(0, 3, 2, 1))):
-        given = varlen_arrays(case)
-        arguments = arguments_of(given, device, grad=True)
+        inputs = varlen_arrays(case)
+        arguments = arguments_of(inputs, device, grad=True)
         del arguments["diagonal_offset"]
         out, lse = fa4.flash_attn_varlen_func(**arguments, min_seqlen_k=0, return_lse=True)
         assert lse.shape == (4, len(out))
-        assert_sequences(given, out, lse)
-        assert_pulled_sequences(given, out, lse, [arguments[name] for name in "qkv"])
+        assert_sequences(inputs, out, lse)
+        assert_pulled_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
         alone, nothing = fa4.flash_attn_varlen_func(**arguments)
         assert torch.equal(alone, out)
         assert nothing is None
@@ -83,13 +83,13 @@ def test_rectangles_and_bounds_that_say_nothing_of_them() -> None:
 
 
 def test_pages(device: str) -> None:
-    given = varlen_arrays(replace(PACKED, place_k="paged", used_k=True, page_size=3))
-    arguments = arguments_of(given, device)
+    inputs = varlen_arrays(replace(PACKED, place_k="paged", used_k=True, page_size=3))
+    arguments = arguments_of(inputs, device)
     del arguments["diagonal_offset"]
-    assert_sequences(given, *fa4.flash_attn_varlen_func(**arguments, return_lse=True))
+    assert_sequences(inputs, *fa4.flash_attn_varlen_func(**arguments, return_lse=True))
     used = arguments.pop("seqused_k")
     bounds = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-    assert_sequences(given, *fa4.flash_attn_varlen_func(**arguments, cu_seqlens_k=bounds, return_lse=True))
+    assert_sequences(inputs, *fa4.flash_attn_varlen_func(**arguments, cu_seqlens_k=bounds, return_lse=True))
 
 
 REFUSED = (

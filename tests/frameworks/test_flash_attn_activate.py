@@ -54,7 +54,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, text in (
         ("flash_attn/__init__.py", "__version__ = '1.0'"),
         ("flash_attn/layers/__init__.py", ""),
-        ("flash_attn/layers/rotary.py", "from flash_attn import __version__ as seen"),
+        ("flash_attn/layers/rotary.py", "from flash_attn import __version__ as version"),
         ("flash_attn/cute/__init__.py", ""),
         ("flash_attn/cute/utils.py", "here = True"),
     ):
@@ -125,11 +125,11 @@ def test_an_installed_package_is_refused_unless_forced(package: Path) -> None:
     assert not registered()
     flash_attn.activate(force=True)
     assert importlib.import_module("flash_attn").flash_attn_func is v2.flash_attn_func
-    assert importlib.import_module("flash_attn.layers.rotary").seen == "2.8.3"
+    assert importlib.import_module("flash_attn.layers.rotary").version == "2.8.3"
     assert importlib.import_module("flash_attn.cute.utils").here
     flash_attn.restore()
     assert not registered()
-    assert importlib.import_module("flash_attn.layers.rotary").seen == "1.0"
+    assert importlib.import_module("flash_attn.layers.rotary").version == "1.0"
 
 
 def test_modules_of_an_installed_package_stand_again_where_they_stood(package: Path) -> None:
@@ -184,11 +184,11 @@ if {as_installed}:
     for version in (2, 3, 4):
         name = f"flash_attention_{{version}}"
         (function, *_), _ = utils.lazy_import_flash_attention(name)
-        found = utils._flash_attention_forward(
+        result = utils._flash_attention_forward(
             q, k, v, None, query_length=9, is_causal=True, sliding_window=4, softcap=2.0, implementation=name
         )
-        wanted = attention(q, k, v, causal=True, window_size=(3, 3), softcap=2.0)
-        print(function.__module__, torch.equal(found, wanted))
+        expected = attention(q, k, v, causal=True, window_size=(3, 3), softcap=2.0)
+        print(function.__module__, torch.equal(result, expected))
 """
 
 

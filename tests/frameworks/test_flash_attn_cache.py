@@ -38,9 +38,9 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def arguments_for(module: Any, given: VarlenArrays, device: str = "cpu") -> dict[str, Any]:
+def arguments_for(module: Any, inputs: VarlenArrays, device: str = "cpu") -> dict[str, Any]:
     """The arguments of `flash_attn_with_kvcache`."""
-    arguments = arguments_of(given, device)
+    arguments = arguments_of(inputs, device)
     for ours, theirs in (("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "cache_seqlens")):
         if ours in arguments:
             arguments[theirs] = arguments.pop(ours)
@@ -52,38 +52,38 @@ def arguments_for(module: Any, given: VarlenArrays, device: str = "cpu") -> dict
 @BOTH
 @each(CASES)
 def test_results(module: Any, case: Sequences, device: str) -> None:
-    given = varlen_arrays(case)
-    arguments = arguments_for(module, given, device)
+    inputs = varlen_arrays(case)
+    arguments = arguments_for(module, inputs, device)
     out, lse, *rest = module.flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
-    assert_sequences(given, out, lse)
+    assert_sequences(inputs, out, lse)
     assert lse.dtype == torch.float32
     assert [x.numel() for x in rest] == [0] * (2 * (module is fa3))
-    assert_sequences(given, *module.flash_attn_with_kvcache(**arguments, num_splits=1, return_softmax_lse=True)[:2])
+    assert_sequences(inputs, *module.flash_attn_with_kvcache(**arguments, num_splits=1, return_softmax_lse=True)[:2])
 
 
 @each(PACKED)
 def test_version_3_takes_packed_queries(case: Sequences, device: str) -> None:
-    given = varlen_arrays(case)
-    arguments = arguments_for(fa3, given, device)
+    inputs = varlen_arrays(case)
+    arguments = arguments_for(fa3, inputs, device)
     new = arguments["cu_seqlens_q"]
     out, lse, *_ = fa3.flash_attn_with_kvcache(**arguments, cu_seqlens_k_new=new, return_softmax_lse=True)
     assert lse.shape == (4, len(out))
-    assert_sequences(given, out, lse)
+    assert_sequences(inputs, out, lse)
 
 
 def test_a_bound_on_queries_that_are_not_packed_says_nothing() -> None:
     arguments = arguments_for(fa3, varlen_arrays(WHOLE))
-    wanted = fa3.flash_attn_with_kvcache(**arguments)
-    assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, max_seqlen_q=1), wanted)
+    expected = fa3.flash_attn_with_kvcache(**arguments)
+    assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, max_seqlen_q=1), expected)
 
 
 @BOTH
 @each([WHOLE, CASES[3], CASES[4]])
 def test_one_length_of_all_may_be_a_number(module: Any, case: Sequences, device: str) -> None:
     case = replace(case, keys=(12,) * 3, spare_k=(4,) * 3, used_k=True)
-    given = varlen_arrays(case)
-    arguments = arguments_for(module, given, device) | {"cache_seqlens": 12}
-    assert_sequences(given, *module.flash_attn_with_kvcache(**arguments, return_softmax_lse=True)[:2])
+    inputs = varlen_arrays(case)
+    arguments = arguments_for(module, inputs, device) | {"cache_seqlens": 12}
+    assert_sequences(inputs, *module.flash_attn_with_kvcache(**arguments, return_softmax_lse=True)[:2])
     for wrong in (-1, 1000):
         with pytest.raises(ProblemError, match=f"cache_seqlens={wrong}, but the cache has room for"):
             module.flash_attn_with_kvcache(**arguments | {"cache_seqlens": wrong})
@@ -109,10 +109,10 @@ def test_schedules_are_made_kept_and_passed_back() -> None:
     assert schedule.dtype == torch.int32
     buffer = torch.zeros(8, dtype=torch.int32)
     buffer[: len(schedule)] = schedule
-    wanted = fa3.flash_attn_with_kvcache(**arguments)
-    for given in (schedule, buffer):
-        hints = {"scheduler_metadata": given, "num_splits": 4, "pack_gqa": False, "sm_margin": 2}
-        assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, **hints), wanted)
+    expected = fa3.flash_attn_with_kvcache(**arguments)
+    for metadata in (schedule, buffer):
+        hints = {"scheduler_metadata": metadata, "num_splits": 4, "pack_gqa": False, "sm_margin": 2}
+        assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, **hints), expected)
     with pytest.raises(ProblemError, match="cache_seqlens is a int"):
         fa3.get_scheduler_metadata(3, 2, 19, 4, 2, 16, 5)
 

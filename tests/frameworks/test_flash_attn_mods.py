@@ -37,15 +37,15 @@ def eager(q: Any, k: Any, v: Any, slopes: Any = None, scale: float | None = None
     if slopes is not None:
         scores = scores - slopes.double().reshape(-1, q.shape[1])[..., None, None] * (rows - keys).abs()
     if mask:
-        seen = (keys <= rows) if mask.get("causal") else (rows - 5 <= keys) & (keys <= rows + 3)
-        scores = scores.masked_fill(~seen, -math.inf)
+        visible = (keys <= rows) if mask.get("causal") else (rows - 5 <= keys) & (keys <= rows + 3)
+        scores = scores.masked_fill(~visible, -math.inf)
     weights = scores.softmax(-1)
     return (weights @ v).transpose(1, 2), scores.logsumexp(-1), weights
 
 
-def near(got: Any, wanted: Any) -> None:
+def near(got: Any, expected: Any) -> None:
     tolerance = {torch.float32: 2e-6, torch.float16: 4e-3}[got.dtype]
-    torch.testing.assert_close(got.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -54,11 +54,11 @@ def near(got: Any, wanted: Any) -> None:
 def test_alibi(slopes: str, mask: str, device: str) -> None:
     inputs, slope = tensors(device), SLOPES[slopes].to(device)
     out, lse, _ = fa2.flash_attn_func(*inputs, alibi_slopes=slope, return_attn_probs=True, **MASKS[mask])
-    wanted, wanted_lse, _ = eager(*inputs, slope, mask=MASKS[mask])
-    near(out, wanted)
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-3, atol=1e-3)
+    expected, expected_lse, _ = eager(*inputs, slope, mask=MASKS[mask])
+    near(out, expected)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
     dout = torch.randn_like(out)
-    pairs = zip(*(torch.autograd.grad(x, inputs, dout.to(x.dtype)) for x in (out, wanted)), strict=True)
+    pairs = zip(*(torch.autograd.grad(x, inputs, dout.to(x.dtype)) for x in (out, expected)), strict=True)
     for got, exact in pairs:
         near(got, exact)
     packed = torch.stack([inputs[1].detach(), inputs[2].detach()], 2)
@@ -72,10 +72,10 @@ def test_alibi_of_packed_rows_and_over_a_cache(device: str) -> None:
     bounds = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
     rows = [x.flatten(0, 1).requires_grad_() for x in (q, k, v)]
     out = fa2.flash_attn_varlen_func(*rows, bounds, bounds, 9, 9, causal=True, alibi_slopes=slope)
-    wanted, _, _ = eager(q, k, v, slope, mask=MASKS["causal"])
-    near(out, wanted.flatten(0, 1))
+    expected, _, _ = eager(q, k, v, slope, mask=MASKS["causal"])
+    near(out, expected.flatten(0, 1))
     used = torch.tensor([7, 9], dtype=torch.int32, device=device)
-    got, seen = fa2.flash_attn_with_kvcache(
+    got, lse = fa2.flash_attn_with_kvcache(
         q[:, :1], k, v, cache_seqlens=used, causal=True, alibi_slopes=slope, return_softmax_lse=True
     )
     for row, length in enumerate(used.tolist()):
@@ -84,8 +84,8 @@ def test_alibi_of_packed_rows_and_over_a_cache(device: str) -> None:
     cache = [torch.cat([x, torch.zeros_like(x[:, :2])], 1) for x in alone]
     new = k[:, 8:], v[:, 8:]
     done = fa2.flash_attn_with_kvcache(q[:, 8:], *cache, *new, cache_seqlens=8, causal=True, alibi_slopes=slope)
-    near(done, wanted[:, 8:])
-    assert seen.shape == (2, 4, 1)
+    near(done, expected[:, 8:])
+    assert lse.shape == (2, 4, 1)
     targets = [torch.empty_like(x) for x in rows]
     dout, mask = torch.randn_like(out), (None, True, -1, -1, 0.0, slope)
     state = fa2._flash_attn_varlen_forward(*rows, bounds, bounds, 9, 9, 0.0, *mask)
@@ -111,8 +111,8 @@ def test_dropout_and_its_weights(is_packed: bool, device: str) -> None:
     else:
         rows = [x.requires_grad_() for x in (q, k, v)]
         out, got_lse, signed = fa2.flash_attn_func(*rows, **arguments)
-    seen = torch.isfinite(lse)
-    torch.testing.assert_close(got_lse.double()[seen], lse[seen], rtol=1e-3, atol=1e-3)
+    is_finite = torch.isfinite(lse)
+    torch.testing.assert_close(got_lse.double()[is_finite], lse[is_finite], rtol=1e-3, atol=1e-3)
     assert signed.shape == (2, 4, 256, 256)
     assert signed.dtype == q.dtype
     assert not signed[:, :, 150:].any()
@@ -129,10 +129,10 @@ def test_dropout_and_its_weights(is_packed: bool, device: str) -> None:
     q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
     exact = eager(q64, k64, v64, SLOPES["of heads"].to(device), mask=MASKS["causal"])[2][:, :, 10:]
     values = v64.transpose(1, 2).repeat_interleave(2, 1)
-    wanted = ((exact * ~dropped[:, :, 10:] / 0.75) @ values).transpose(1, 2)
-    dout = torch.randn_like(wanted)
-    found = torch.autograd.grad(out[:, 10:], rows, dout.to(out.dtype))
-    for got, real in zip(found, torch.autograd.grad(wanted, (q64, k64, v64), dout), strict=True):
+    expected = ((exact * ~dropped[:, :, 10:] / 0.75) @ values).transpose(1, 2)
+    dout = torch.randn_like(expected)
+    grads = torch.autograd.grad(out[:, 10:], rows, dout.to(out.dtype))
+    for got, real in zip(grads, torch.autograd.grad(expected, (q64, k64, v64), dout), strict=True):
         near(got.reshape(real.shape), real)
 
 
@@ -143,12 +143,12 @@ def test_the_private_functions_hand_the_seed_on() -> None:
     assert weights.shape == (2, 4, 128, 128)
     assert (state.shape, state.dtype) == ((2,), torch.int64)
     mod_kwargs = {"score_mod": mods.alibi(mask[-1]), "dropout_p": 0.3, "dropout_seed": int(state[0])}
-    wanted = attention(q, k, v, softmax_scale=0.25, causal=True, **mod_kwargs)
-    assert torch.equal(out, wanted)
+    expected = attention(q, k, v, softmax_scale=0.25, causal=True, **mod_kwargs)
+    assert torch.equal(out, expected)
     targets, dout = [torch.empty_like(x) for x in (q, k, v)], torch.randn_like(out)
     fa2._flash_attn_backward(dout, q, k, v, out, lse, *targets, *mask, False, state)
-    wanted = cuflash.backward(dout, q, k, v, out, lse, softmax_scale=0.25, causal=True, **mod_kwargs)
-    assert all(torch.equal(*pair) for pair in zip(targets, wanted, strict=True))
+    expected = cuflash.backward(dout, q, k, v, out, lse, softmax_scale=0.25, causal=True, **mod_kwargs)
+    assert all(torch.equal(*pair) for pair in zip(targets, expected, strict=True))
     plain = fa2._flash_attn_forward(q, k, v, 0.0, *mask[1:], True)
     assert plain[2].numel() == 0
 
@@ -161,11 +161,11 @@ def test_sinks(device: str, dtype: Any) -> None:
     out, lse = fa4.flash_attn_func(*inputs, causal=True, learnable_sink=sink, return_lse=True)
     exact, plain, _ = eager(*inputs, mask=MASKS["causal"])
     share = torch.sigmoid(plain - sink.double()[:, None])
-    wanted = exact * share.transpose(1, 2)[..., None]
-    near(out, wanted)
+    expected = exact * share.transpose(1, 2)[..., None]
+    near(out, expected)
     torch.testing.assert_close(lse.double(), torch.logaddexp(plain, sink.double()[:, None]), rtol=1e-3, atol=1e-3)
     dout = torch.randn_like(out)
-    pairs = zip(*(torch.autograd.grad(x, (*inputs, sink), dout.to(x.dtype)) for x in (out, wanted)), strict=True)
+    pairs = zip(*(torch.autograd.grad(x, (*inputs, sink), dout.to(x.dtype)) for x in (out, expected)), strict=True)
     for got, real in pairs:
         torch.testing.assert_close(got.double(), real.double(), rtol=1e-2, atol=1e-2 if device == "cuda" else 1e-5)
     assert torch.equal(fa3.flash_attn_func(*inputs, causal=True, s_aux=sink), out)
@@ -177,9 +177,9 @@ def test_sinks(device: str, dtype: Any) -> None:
             *rows, None, *bounds, max_seqlen_q=9, max_seqlen_k=12, causal=True, learnable_sink=sink
         )[0],
     ):
-        near(got, wanted.flatten(0, 1))
+        near(got, expected.flatten(0, 1))
     with torch.no_grad():
-        near(fa3.flash_attn_with_kvcache(*inputs, cache_seqlens=12, causal=True, s_aux=sink), wanted)
+        near(fa3.flash_attn_with_kvcache(*inputs, cache_seqlens=12, causal=True, s_aux=sink), expected)
 
 
 def test_chunks() -> None:

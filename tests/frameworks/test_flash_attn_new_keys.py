@@ -36,26 +36,31 @@ def call_of(module: Any, place: str = "rows", rotation: str = "halves", **change
 
 def theirs(module: Any, call: Arguments, device: str) -> Arguments:
     """The same as arguments of flash-attn."""
-    found = {NAMES.get(name, name): torch_of(x, device) for name, x in call.items() if isinstance(x, np.ndarray)}
-    if module is fa2 and "page_table" in found:
-        found["block_table"] = found.pop("page_table")
-    return found | {"rotary_interleaved": call.get("rotary_interleaved", False)}
+    arguments = {NAMES.get(name, name): torch_of(x, device) for name, x in call.items() if isinstance(x, np.ndarray)}
+    if module is fa2 and "page_table" in arguments:
+        arguments["block_table"] = arguments.pop("page_table")
+    return arguments | {"rotary_interleaved": call.get("rotary_interleaved", False)}
 
 
 def check(module: Any, call: Arguments, device: str, same: bool, **options: Any) -> None:
     """Holds caches and results against those of a call that is given the rows where they belong."""
-    given = theirs(module, call, device)
+    arguments = theirs(module, call, device)
     bounds = call.get("cu_seqlens_q")
     if bounds is not None:
-        given["max_seqlen_q"] = int(np.diff(bounds).max())
+        arguments["max_seqlen_q"] = int(np.diff(bounds).max())
     rotated = "rotary_cos" in call
     turned = expected(call | {"q_same_position": same} if rotated else {n: x for n, x in call.items() if n != "q"})
     k_cache, v_cache, *q = (torch_of(x, device) for x in turned)
-    results = module.flash_attn_with_kvcache(**given, **options, return_softmax_lse=True)
-    assert_equal((given["k_cache"], given["v_cache"]), (k_cache, v_cache))
+    results = module.flash_attn_with_kvcache(**arguments, **options, return_softmax_lse=True)
+    assert_equal((arguments["k_cache"], arguments["v_cache"]), (k_cache, v_cache))
     added = call["k"].shape[1] if "cu_seqlens_k" not in call else np.diff(call["cu_seqlens_k"])
     lengths = torch_of(call["seqused_k"] + np.asarray(added, "i4"), device)
-    written = given | {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths, "q": q[0] if q else given["q"]}
+    written = arguments | {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "cache_seqlens": lengths,
+        "q": q[0] if q else arguments["q"],
+    }
     written |= dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin"))
     assert_equal(results[:2], module.flash_attn_with_kvcache(**written, **options, return_softmax_lse=True)[:2])
     assert not results[0].isnan().any()
@@ -107,64 +112,68 @@ def test_queries_stand_at_one_position_where_flash_attn_sees_no_mask(module: Any
 @pytest.mark.parametrize("place", ["rows", "indexed", "pages of 3"])
 def test_one_length_of_all_may_be_a_number(module: Any, place: str, device: str) -> None:
     call = call_of(module, place, lengths=(7, 7, 7))
-    given = theirs(module, call, device)
+    arguments = theirs(module, call, device)
     again = theirs(module, call, device)
-    wanted = module.flash_attn_with_kvcache(**again, causal=True)
+    reference = module.flash_attn_with_kvcache(**again, causal=True)
     assert torch.allclose(
-        module.flash_attn_with_kvcache(**given | {"cache_seqlens": 7}, causal=True), wanted, atol=1e-5
+        module.flash_attn_with_kvcache(**arguments | {"cache_seqlens": 7}, causal=True), reference, atol=1e-5
     )
-    assert_equal((given["k_cache"], given["v_cache"]), (again["k_cache"], again["v_cache"]))
+    assert_equal((arguments["k_cache"], arguments["v_cache"]), (again["k_cache"], again["v_cache"]))
     capacity = 33
     for wrong in (-1, capacity - 4):
         with pytest.raises(ProblemError, match=f"cache_seqlens={wrong} and 5 new keys were given, but the cache has"):
-            module.flash_attn_with_kvcache(**given | {"cache_seqlens": wrong})
+            module.flash_attn_with_kvcache(**arguments | {"cache_seqlens": wrong})
 
 
 def test_a_number_and_packed_new_keys() -> None:
     call = call_of(fa3, new=(3, 0, 9), queries=2, lengths=(7, 7, 7))
-    given, again = theirs(fa3, call, "cpu"), theirs(fa3, call, "cpu")
-    found = fa3.flash_attn_with_kvcache(**given | {"cache_seqlens": 7}, causal=True)
-    assert_equal(found, fa3.flash_attn_with_kvcache(**again, causal=True))
+    arguments, again = theirs(fa3, call, "cpu"), theirs(fa3, call, "cpu")
+    result = fa3.flash_attn_with_kvcache(**arguments | {"cache_seqlens": 7}, causal=True)
+    assert_equal(result, fa3.flash_attn_with_kvcache(**again, causal=True))
 
 
 def test_rotary_seqlens_may_be_cache_seqlens() -> None:
     call = call_of(fa3)
-    given, again = theirs(fa3, call, "cpu"), theirs(fa3, call, "cpu")
-    found = fa3.flash_attn_with_kvcache(**given, rotary_seqlens=given["cache_seqlens"])
-    assert_equal(found, fa3.flash_attn_with_kvcache(**again))
+    arguments, again = theirs(fa3, call, "cpu"), theirs(fa3, call, "cpu")
+    result = fa3.flash_attn_with_kvcache(**arguments, rotary_seqlens=arguments["cache_seqlens"])
+    assert_equal(result, fa3.flash_attn_with_kvcache(**again))
     with pytest.raises(UnsupportedError, match="rotary_seqlens was given"):
-        fa3.flash_attn_with_kvcache(**given, rotary_seqlens=given["cache_seqlens"].clone())
+        fa3.flash_attn_with_kvcache(**arguments, rotary_seqlens=arguments["cache_seqlens"].clone())
 
 
 def test_compiled_is_eager() -> None:
     torch._dynamo.reset()
 
-    def step(**given: Any) -> Any:
-        return fa2.flash_attn_with_kvcache(**given, causal=True)
+    def step(**kwargs: Any) -> Any:
+        return fa2.flash_attn_with_kvcache(**kwargs, causal=True)
 
     for rotation in ("halves", "none"):
         call = call_of(fa2, rotation=rotation)
-        given, again = theirs(fa2, call, "cpu"), theirs(fa2, call, "cpu")
-        assert_equal(torch.compile(step, fullgraph=True, backend="aot_eager")(**given), step(**again))
-        assert_equal(given["k_cache"], again["k_cache"])
+        arguments, again = theirs(fa2, call, "cpu"), theirs(fa2, call, "cpu")
+        assert_equal(torch.compile(step, fullgraph=True, backend="aot_eager")(**arguments), step(**again))
+        assert_equal(arguments["k_cache"], again["k_cache"])
 
 
 @BOTH
 def test_what_does_not_fit_is_refused_and_nothing_is_written(module: Any) -> None:
-    given = theirs(module, call_of(module), "cpu")
-    before = given["k_cache"].clone()
-    wanting = given["q"].clone().requires_grad_()
+    arguments = theirs(module, call_of(module), "cpu")
+    before = arguments["k_cache"].clone()
+    wanting = arguments["q"].clone().requires_grad_()
     for changes, error, words in (
         ({"v": None}, ProblemError, "k was given, but not both of k and v"),
         ({"k": None}, ProblemError, "v was given, but not both of k and v"),
         ({"k": None, "v": None}, ProblemError, "rotary_cos was given, but not both of k and v"),
         ({"rotary_sin": None}, ProblemError, "rotary_sin is a NoneType"),
-        ({"rotary_cos": given["rotary_cos"][:32]}, ProblemError, r"rotary_cos has shape \(32, 6\).*room for 33 keys"),
+        (
+            {"rotary_cos": arguments["rotary_cos"][:32]},
+            ProblemError,
+            r"rotary_cos has shape \(32, 6\).*room for 33 keys",
+        ),
         ({"cache_seqlens": None}, ProblemError, "but not cache_seqlens"),
-        ({"cache_seqlens": given["cache_seqlens"].long()}, ProblemError, "cache_seqlens has dtype torch.int64"),
-        ({"k": given["k"][0]}, ProblemError, r"k has shape \(5, 2, 16\)"),
-        ({"v": given["v"][:, :3]}, ProblemError, "v"),
-        ({"q": given["q"][0]}, ProblemError, r"q has shape \(5, 4, 16\)"),
+        ({"cache_seqlens": arguments["cache_seqlens"].long()}, ProblemError, "cache_seqlens has dtype torch.int64"),
+        ({"k": arguments["k"][0]}, ProblemError, r"k has shape \(5, 2, 16\)"),
+        ({"v": arguments["v"][:, :3]}, ProblemError, "v"),
+        ({"q": arguments["q"][0]}, ProblemError, r"q has shape \(5, 4, 16\)"),
         ({"q": wanting}, UnsupportedError, r"q requires grad.*torch.no_grad\(\)"),
         ({"window_size": (1, -2)}, ProblemError, "window_size"),
         ({"softcap": None}, ProblemError, "softcap"),
@@ -172,10 +181,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(module: Any) -> Non
         ({"causal": None}, ProblemError, "causal=None"),
         ({"return_softmax_lse": None}, ProblemError, "return_softmax_lse=None"),
         ({"rotary_interleaved": 1}, ProblemError, "rotary_interleaved=1"),
-        ({"cache_leftpad": given["cache_seqlens"]}, UnsupportedError, "cache_leftpad was given"),
+        ({"cache_leftpad": arguments["cache_seqlens"]}, UnsupportedError, "cache_leftpad was given"),
     ):
         with pytest.raises(error, match=words):
-            module.flash_attn_with_kvcache(**given | changes)
-    assert_equal(given["k_cache"], before)
+            module.flash_attn_with_kvcache(**arguments | changes)
+    assert_equal(arguments["k_cache"], before)
     with torch.no_grad():
-        module.flash_attn_with_kvcache(**given | {"q": wanting})
+        module.flash_attn_with_kvcache(**arguments | {"q": wanting})

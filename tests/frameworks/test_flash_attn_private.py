@@ -69,10 +69,10 @@ def test_the_way_of_diffusers(heads: int, length: int, device: str) -> None:
         @staticmethod
         def backward(ctx: Any, dout: Any) -> Any:
             q, k, v, out, lse, state = ctx.saved_tensors
-            found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
             mask = 1e-30, 0.25, False, -1, -1, 0.0, None, False
-            fa2._wrapped_flash_attn_backward(dout, q, k, v, out, lse, *found, *mask, state)
-            return found
+            fa2._wrapped_flash_attn_backward(dout, q, k, v, out, lse, *grads, *mask, state)
+            return grads
 
     tensors = dense(device, torch.float32, heads=(heads, heads), lengths=(length, 12))
     out = Function.apply(*tensors)
@@ -84,33 +84,33 @@ def test_the_way_of_diffusers(heads: int, length: int, device: str) -> None:
 @pytest.mark.parametrize("gaps", [(0, 0), (2, 3)])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_packed(mask: tuple[Any, ...], gaps: tuple[int, int], device: str) -> None:
-    given = varlen_arrays(replace(CASE, gaps=gaps, **options_of(*mask)))
-    arguments = arguments_of(given, device)
+    inputs = varlen_arrays(replace(CASE, gaps=gaps, **options_of(*mask)))
+    arguments = arguments_of(inputs, device)
     q, k, v = tensors = tuple(arguments[name] for name in "qkv")
     lengths = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"], 17, 17
     out, lse, dmask, state = fa2._flash_attn_varlen_forward(q, k, v, *lengths, 0.0, *mask, zero_tensors=True)
     assert (dmask.numel(), state.shape, lse.shape) == (0, (2,), (4, len(q)))
-    assert_sequences(given, out, lse)
-    targets, dout = parts(tensors), torch_of(upstream(given)[0][0], device)
+    assert_sequences(inputs, out, lse)
+    targets, dout = parts(tensors), torch_of(upstream(inputs)[0][0], device)
     state = dout, q, k, v, out, lse
     fa2._flash_attn_varlen_backward(*state, *targets, *lengths, 0.0, *mask, None, False)
-    check_gradients(given, [in_numpy(x) for x in targets], dlse=False)
+    check_gradients(inputs, [in_numpy(x) for x in targets], dlse=False)
 
 
 def test_pages_and_used_keys(device: str) -> None:
-    given = varlen_arrays(replace(CASE, place_k="paged", used_k=True, page_size=3))
-    arguments = arguments_of(given, device)
+    inputs = varlen_arrays(replace(CASE, place_k="paged", used_k=True, page_size=3))
+    arguments = arguments_of(inputs, device)
     q, k, v, used = (arguments[name] for name in ("q", "k", "v", "seqused_k"))
     bounds = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
     more = {"block_table": arguments["page_table"]}
     for cu_seqlens_k, seqused_k in ((bounds, None), (None, used), (bounds + 7, used)):
         lengths = arguments["cu_seqlens_q"], cu_seqlens_k, 17, 17, 0.0, None, True
-        assert_sequences(given, *fa2._flash_attn_varlen_forward(q, k, v, *lengths, **more, seqused_k=seqused_k)[:2])
-    given = varlen_arrays(replace(CASE, used_k=True, spare_k=(0, 3, 2, 1)))
-    arguments = arguments_of(given, device)
+        assert_sequences(inputs, *fa2._flash_attn_varlen_forward(q, k, v, *lengths, **more, seqused_k=seqused_k)[:2])
+    inputs = varlen_arrays(replace(CASE, used_k=True, spare_k=(0, 3, 2, 1)))
+    arguments = arguments_of(inputs, device)
     tensors = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
-    found = fa2._flash_attn_varlen_forward(*tensors, 17, 17, 0.0, None, True, seqused_k=arguments["seqused_k"])
-    assert_sequences(given, *found[:2])
+    results = fa2._flash_attn_varlen_forward(*tensors, 17, 17, 0.0, None, True, seqused_k=arguments["seqused_k"])
+    assert_sequences(inputs, *results[:2])
 
 
 def test_compiled_is_eager() -> None:
@@ -134,8 +134,8 @@ def test_tensors_that_want_gradients_are_taken_by_backwards() -> None:
     out, lse, *_ = fa2._flash_attn_forward(q, k, v, *mask, False)
     targets = parts(tuple(x.detach() for x in tensors))
     fa2._flash_attn_backward(out, q, k, v, out, lse, *targets, *mask, False)
-    wanted = torch.autograd.grad(out, tensors, out.detach())
-    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(targets, wanted, strict=True))
+    expected = torch.autograd.grad(out, tensors, out.detach())
+    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(targets, expected, strict=True))
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
@@ -151,10 +151,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
         (8, 3, "dv is a int"),
         (1, None, "q is a NoneType"),
     ):
-        given = [out, q, k, v, out, lse, *zeros]
-        given[position] = wrong
+        operands = [out, q, k, v, out, lse, *zeros]
+        operands[position] = wrong
         with pytest.raises(ProblemError, match=words):
-            fa2._flash_attn_backward(*given, 0.0, *mask, False)
+            fa2._flash_attn_backward(*operands, 0.0, *mask, False)
     assert not any(x.any() for x in zeros)
     with pytest.raises(ProblemError, match=r"dropout_p=1\.5"):
         fa2._flash_attn_forward(q, k, v, 1.5, *mask, False)

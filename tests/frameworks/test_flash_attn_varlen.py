@@ -31,11 +31,11 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def called(given: VarlenArrays, device: str) -> dict[str, Any]:
+def called(inputs: VarlenArrays, device: str) -> dict[str, Any]:
     """The arguments of `flash_attn_varlen_func`, whose tensors want gradients if they can have any."""
-    arguments = arguments_of(given, device, grad=given.sequences.has_gradients)
+    arguments = arguments_of(inputs, device, grad=inputs.sequences.has_gradients)
     arguments.pop("diagonal_offset")
-    lengths = {"max_seqlen_q": max(given.sequences.queries), "max_seqlen_k": max(given.sequences.keys)}
+    lengths = {"max_seqlen_q": max(inputs.sequences.queries), "max_seqlen_k": max(inputs.sequences.keys)}
     return arguments | lengths
 
 
@@ -47,53 +47,53 @@ def bounds_of(lengths: tuple[int, ...], device: str) -> Any:
 @BOTH
 @each(CASES)
 def test_results_and_gradients(module: Any, case: Sequences, device: str) -> None:
-    given = varlen_arrays(case)
-    arguments = called(given, device)
+    inputs = varlen_arrays(case)
+    arguments = called(inputs, device)
     out, lse, *rest = module.flash_attn_varlen_func(**arguments, return_attn_probs=True)
     assert out.shape == (*arguments["q"].shape[:2], 24)
     assert (lse.shape, lse.dtype) == ((case.heads[0], len(out)), torch.float32)
     assert [x.numel() for x in rest] == [0] * (module is fa2)
-    assert_sequences(given, out, lse)
-    assert_pulled_sequences(given, out, lse, [arguments[name] for name in "qkv"])
+    assert_sequences(inputs, out, lse)
+    assert_pulled_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
     assert torch.equal(module.flash_attn_varlen_func(**arguments, deterministic=True), out)
 
 
 @each([PACKED, USED])
 def test_version_3_takes_used_lengths(case: Sequences, device: str) -> None:
-    given = varlen_arrays(case)
-    arguments = called(given, device)
+    inputs = varlen_arrays(case)
+    arguments = called(inputs, device)
     out, lse = fa3.flash_attn_varlen_func(**arguments, num_splits=2, pack_gqa=True, return_attn_probs=True)
-    assert_sequences(given, out, lse)
-    assert_pulled_sequences(given, out, lse, [arguments[name] for name in "qkv"])
+    assert_sequences(inputs, out, lse)
+    assert_pulled_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
 
 
 def test_version_3_takes_rectangles_beside_packed_sequences(device: str) -> None:
     case = replace(PACKED, queries=(3, 1, 0), keys=(20, 7, 5), place_k="rectangle", used_k=True, bounded=False)
-    given = varlen_arrays(case)
-    out, lse = fa3.flash_attn_varlen_func(**called(given, device), cu_seqlens_k=None, return_attn_probs=True)
-    assert_sequences(given, out, lse)
+    inputs = varlen_arrays(case)
+    out, lse = fa3.flash_attn_varlen_func(**called(inputs, device), cu_seqlens_k=None, return_attn_probs=True)
+    assert_sequences(inputs, out, lse)
 
 
 def test_version_2_reads_lengths_of_pages_from_cu_seqlens(device: str) -> None:
-    given = varlen_arrays(PAGED)
-    arguments = called(given, device)
+    inputs = varlen_arrays(PAGED)
+    arguments = called(inputs, device)
     arguments["block_table"] = arguments.pop("page_table")
     del arguments["seqused_k"]
-    arguments["cu_seqlens_k"] = bounds_of(given.sequences.keys, device)
+    arguments["cu_seqlens_k"] = bounds_of(inputs.sequences.keys, device)
     out, lse, _ = fa2.flash_attn_varlen_func(**arguments, return_attn_probs=True)
-    assert_sequences(given, out, lse)
+    assert_sequences(inputs, out, lse)
     with pytest.raises(UnsupportedError, match="page_table was given"):
         fa2.flash_attn_varlen_func(**arguments | {"q": arguments["q"].requires_grad_()})
 
 
 def test_positional_arguments_stand_in_the_order_of_each_version(device: str) -> None:
     case = replace(PACKED, causal=True, window_size=(3, 0), softmax_scale=0.2)
-    given = varlen_arrays(case)
-    arguments = called(given, device)
+    inputs = varlen_arrays(case)
+    arguments = called(inputs, device)
     names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     leading = [arguments[name] for name in names]
     out, lse, _ = fa2.flash_attn_varlen_func(*leading, 0.0, 0.2, True, (3, 0), 0.0, None, False, True)
-    assert_sequences(given, out, lse)
+    assert_sequences(inputs, out, lse)
     of_3 = [*leading, None, None, 0.2, True, None, None, None, None, (3, 0), 0, 0.0, 1, None, False, 0, True]
     assert all(map(torch.equal, fa3.flash_attn_varlen_func(*of_3), (out, lse)))
     with pytest.raises(ProblemError, match="flash_attn_3_interface"):
@@ -108,14 +108,14 @@ def test_packed_tensors_are_attention_of_their_parts(device: str) -> None:
     q, k, v = qkv.unbind(1)
     lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 9, "max_seqlen_k": 9}
     masks = {"causal": True, "window_size": (2, 0), "return_attn_probs": True}
-    wanted = fa2.flash_attn_varlen_func(q, k, v, **lengths, **masks)
-    for found in (
+    expected = fa2.flash_attn_varlen_func(q, k, v, **lengths, **masks)
+    for results in (
         fa2.flash_attn_varlen_qkvpacked_func(qkv, bounds, 9, **masks),
         fa2.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], **lengths, **masks),
     ):
-        assert len(found) == 3
-        assert all(map(torch.equal, found, wanted))
-        gradients = [torch.autograd.grad((x[0] * weight).sum(), qkv, retain_graph=True)[0] for x in (found, wanted)]
+        assert len(results) == 3
+        assert all(map(torch.equal, results, expected))
+        gradients = [torch.autograd.grad((x[0] * weight).sum(), qkv, retain_graph=True)[0] for x in (results, expected)]
         assert torch.allclose(*gradients, atol=1e-6)
     with pytest.raises(ProblemError, match=r"qkv has shape \(14, 2, 4, 16\); give \(total, 3, heads, head_dim\)"):
         fa2.flash_attn_varlen_qkvpacked_func(qkv[:, :2], bounds, 9)
@@ -126,12 +126,12 @@ def test_packed_tensors_are_attention_of_their_parts(device: str) -> None:
 @BOTH
 def test_bounds_and_windows_may_be_tensors_in_host_memory(module: Any) -> None:
     arguments = called(varlen_arrays(replace(PACKED, window_size=(4, 0))), "cpu")
-    wanted = module.flash_attn_varlen_func(**arguments)
+    expected = module.flash_attn_varlen_func(**arguments)
     tensors = {name: torch.tensor(arguments[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
     window = torch.tensor(4), torch.tensor(0)
-    assert torch.equal(module.flash_attn_varlen_func(**arguments | tensors | {"window_size": window}), wanted)
+    assert torch.equal(module.flash_attn_varlen_func(**arguments | tensors | {"window_size": window}), expected)
     none = {"max_seqlen_q": None, "max_seqlen_k": None}
-    assert torch.equal(module.flash_attn_varlen_func(**arguments | none), wanted)
+    assert torch.equal(module.flash_attn_varlen_func(**arguments | none), expected)
 
 
 def test_compiled_is_eager() -> None:
@@ -139,9 +139,9 @@ def test_compiled_is_eager() -> None:
     arguments = called(varlen_arrays(PACKED).filled(0.0), "cpu")
     for module in (fa2, fa3):
         compiled = torch.compile(module.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
-        found, wanted = compiled(**arguments), module.flash_attn_varlen_func(**arguments)
-        assert torch.equal(found, wanted)
-        slopes = (torch.autograd.grad(x.square().sum(), arguments["k"])[0] for x in (found, wanted))
+        result, expected = compiled(**arguments), module.flash_attn_varlen_func(**arguments)
+        assert torch.equal(result, expected)
+        slopes = (torch.autograd.grad(x.square().sum(), arguments["k"])[0] for x in (result, expected))
         assert torch.equal(*slopes)
 
 

@@ -50,11 +50,11 @@ def loss(function: Function, *, of_lse: bool = False) -> Function:
     return value
 
 
-def same(got: Any, wanted: Any) -> None:
+def same(got: Any, expected: Any) -> None:
     """Trees of arrays are equal bit for bit."""
-    got, wanted = jax.tree.leaves(got), jax.tree.leaves(wanted)
-    assert len(got) == len(wanted)
-    for x, y in zip(got, wanted, strict=True):
+    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+    assert len(got) == len(expected)
+    for x, y in zip(got, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
@@ -94,11 +94,11 @@ causal_gradients = jax.grad(loss(causal, of_lse=True), (0, 1, 2))
 def one_by_one(function: Function, arrays: list[Any], axes: tuple[int | None, ...]) -> Any:
     """What vmap stands for."""
 
-    def at(n: int) -> list[Any]:
+    def nth(n: int) -> list[Any]:
         return [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(arrays, axes, strict=True)]
 
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-    return jax.tree.map(lambda *x: jnp.stack(x), *(function(*at(n)) for n in range(size)))
+    return jax.tree.map(lambda *x: jnp.stack(x), *(function(*nth(n)) for n in range(size)))
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
@@ -109,8 +109,8 @@ def test_every_rank_is_that_of_forward(rank: int) -> None:
     whole, whole_lse = causal(q, k, v)
     assert out.shape == (*arrays[0].shape[:-1], 16)
     same((out, lse), (whole.reshape(out.shape), whole_lse.reshape(lse.shape)))
-    wanted = [x.reshape(y.shape) for x, y in zip(causal_gradients(q, k, v), arrays, strict=True)]
-    same(causal_gradients(*arrays), wanted)
+    expected = [x.reshape(y.shape) for x, y in zip(causal_gradients(q, k, v), arrays, strict=True)]
+    same(causal_gradients(*arrays), expected)
 
 
 @pytest.mark.parametrize("batched", [(1, 1, 1), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0)], ids=str)
@@ -133,8 +133,8 @@ def test_vmaps_within_each_other_and_within_grad() -> None:
     arrays = arrays_of(3, 2, 3)
     inner = jax.vmap(causal, (0, None, 0))
     q, k, v = arrays[0], arrays[1][:, 0], arrays[2]
-    wanted = [one_by_one(causal, [q[n], k[n], v[n]], (0, None, 0)) for n in range(2)]
-    same(jax.jit(jax.vmap(inner))(q, k, v), jax.tree.map(lambda *x: jnp.stack(x), *wanted))
+    expected = [one_by_one(causal, [q[n], k[n], v[n]], (0, None, 0)) for n in range(2)]
+    same(jax.jit(jax.vmap(inner))(q, k, v), jax.tree.map(lambda *x: jnp.stack(x), *expected))
     whole = jax.grad(loss(jax.vmap(jax.vmap(causal)), of_lse=True), (0, 1, 2))(*arrays)
     same(whole, jax.vmap(jax.vmap(causal_gradients))(*arrays))
 
@@ -207,13 +207,13 @@ def test_deterministic_reaches_the_program() -> None:
 
 def test_numpy_arrays_are_taken_and_threads_do_not_meet() -> None:
     arrays = [np.asarray(x) for x in arrays_of(4)]
-    wanted = jax.tree.leaves((causal(*arrays), causal_gradients(*arrays)))
+    expected = jax.tree.leaves((causal(*arrays), causal_gradients(*arrays)))
 
     def work(index: int) -> None:
         for _ in range(20):
             # why not bitwise: a BLAS library may sum in another order in another thread.
-            made = jax.tree.leaves((causal(*arrays), causal_gradients(*arrays)))
-            for got, exact in zip(made, wanted, strict=True):
+            results = jax.tree.leaves((causal(*arrays), causal_gradients(*arrays)))
+            for got, exact in zip(results, expected, strict=True):
                 oracle.assert_units("a thread's result", got, exact, ulps=8)
 
     run_threads(work, 4)
@@ -301,12 +301,12 @@ def test_dot_product_attention_is_that_of_jax(rank: int, is_causal: bool, window
         same(out, function(*arrays))
         out, lse = out.reshape(q.shape), residual.reshape(q.shape[:3]).transpose(0, 2, 1)
         oracle.assert_attention(case, (q, k, v), out, lse)
-        found = jax.grad(loss(function), (0, 1, 2))(*arrays)
-        assert [x.shape for x in found] == [x.shape for x in arrays]
-        found = [x.reshape(shape) for x, shape in zip(found, case.shapes(), strict=True)]
-        check(case, BackwardArgs(2 * out, q, k, v, out, lse), found)
-    kept = functools.partial(ours, return_residual=True)
-    same(jax.grad(loss(kept, of_lse=True))(*arrays), jax.grad(loss(ours))(*arrays))
+        grads = jax.grad(loss(function), (0, 1, 2))(*arrays)
+        assert [x.shape for x in grads] == [x.shape for x in arrays]
+        grads = [x.reshape(shape) for x, shape in zip(grads, case.shapes(), strict=True)]
+        check(case, BackwardArgs(2 * out, q, k, v, out, lse), grads)
+    with_residual = functools.partial(ours, return_residual=True)
+    same(jax.grad(loss(with_residual, of_lse=True))(*arrays), jax.grad(loss(ours))(*arrays))
 
 
 def test_dot_product_attention_has_the_signature_of_jax_and_refuses_what_it_cannot_do() -> None:
@@ -322,9 +322,9 @@ def test_dot_product_attention_has_the_signature_of_jax_and_refuses_what_it_cann
         with pytest.raises(UnsupportedError, match="numbers of keys >= 0"):
             dot_product_attention(*arrays, local_window_size=window)
     reasons = {"local_window_size": (2.5, "neither a number"), "scale": (True, "a bool"), "is_causal": (1, "a int")}
-    for name, (given, message) in reasons.items():
-        with pytest.raises(ProblemError, match=f"^{name}={given} is {message}"):
-            dot_product_attention(*arrays, **{name: given})
+    for name, (value, message) in reasons.items():
+        with pytest.raises(ProblemError, match=f"^{name}={value} is {message}"):
+            dot_product_attention(*arrays, **{name: value})
     with pytest.raises(ProblemError, match=r"query has shape \(4, 8\)"):
         dot_product_attention(*(x[0, :, 0] for x in arrays))
     with pytest.raises(ProblemError, match=r"key has shape \(8,\)"):

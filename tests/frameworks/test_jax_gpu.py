@@ -28,11 +28,11 @@ DTYPES = ("float16", "bfloat16", "float32")
 @pytest.fixture(autouse=True)
 def gpu() -> Any:
     try:
-        found = jax.local_devices(backend="cuda")[0]
+        jax_device = jax.local_devices(backend="cuda")[0]
     except RuntimeError as error:
         pytest.skip(f"JAX has no GPU here: {error}")
-    with jax.default_device(found):
-        yield found
+    with jax.default_device(jax_device):
+        yield jax_device
 
 
 def cases(dtype: str) -> list[Case]:
@@ -78,11 +78,11 @@ def assert_trees(got: Any, exact: Any, naive: Any, *, ulps: float) -> None:
         oracle.assert_close(f"leaf {number}", *map(np.asarray, leaves), ulps=ulps)
 
 
-def assert_right(case: Case, arrays: list[Any], out: Any, found: Any) -> None:
+def assert_right(case: Case, arrays: list[Any], out: Any, grads: Any) -> None:
     """Holds out and the gradients of `(out**2).sum()` against float64."""
     q, k, v, out = map(np.asarray, (*arrays, out))
     oracle.assert_attention(case, (q, k, v), out)
-    check(case, BackwardArgs(2 * out, q, k, v, out, None), found, ulps=4)
+    check(case, BackwardArgs(2 * out, q, k, v, out, None), grads, ulps=4)
 
 
 def test_between_other_work_of_xla_it_is_in_order() -> None:
@@ -108,13 +108,13 @@ def test_vmap_is_a_loop(axis: int) -> None:
     arrays = random(*[tuple(shape)] * 3)
     each = [[jnp.take(x, n, axis) for x in arrays] for n in range(3)]
     call = functools.partial(attention, causal=True)
-    out, found = (jax.jit(jax.vmap(function, axis))(*arrays) for function in (call, gradients(call)))
-    shared, shared_found = (
+    out, grads = (jax.jit(jax.vmap(function, axis))(*arrays) for function in (call, gradients(call)))
+    shared, shared_grads = (
         jax.vmap(lambda q, f=function: f(q, *each[0][1:]), axis)(arrays[0]) for function in (call, gradients(call))
     )
     for n in range(3):
-        assert_right(case, each[n], out[n], [x[n] for x in found])
-        assert_right(case, [each[n][0], *each[0][1:]], shared[n], [x[n] for x in shared_found])
+        assert_right(case, each[n], out[n], [x[n] for x in grads])
+        assert_right(case, [each[n][0], *each[0][1:]], shared[n], [x[n] for x in shared_grads])
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -146,11 +146,11 @@ def test_a_scan_of_fifty_layers_and_its_gradient(remat: bool) -> None:
 def test_deterministic_gradients_repeat_bitwise_and_threads_do_not_meet() -> None:
     arrays = random(*[(2, 1000, 4, 64)] * 3)
     call = jax.jit(gradients(functools.partial(attention, causal=True, deterministic=True)))
-    wanted = [np.asarray(x.astype("float32")) for x in call(*arrays)]
+    expected = [np.asarray(x.astype("float32")) for x in call(*arrays)]
 
     def work(index: int) -> None:
         for _ in range(20):
-            for got, first in zip(call(*arrays), wanted, strict=True):
+            for got, first in zip(call(*arrays), expected, strict=True):
                 np.testing.assert_array_equal(np.asarray(got.astype("float32")), first)
 
     run_threads(work, 4)
@@ -191,14 +191,14 @@ else:
 shape = (2, 1024, 32, 64)  # more tiles than SMs: counters hand them out
 if FILE and not program.exists():
     checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
-    made = jax.export.export(call, disabled_checks=checks)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3)
-    program.write_bytes(made.serialize())
+    exported = jax.export.export(call, disabled_checks=checks)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3)
+    program.write_bytes(exported.serialize())
 for seed in range(5):  # other arrays, at other addresses
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(seed), 3)]
     for _ in range(4):
         got = call(*arrays)
     print(*(float(jnp.linalg.norm(x.astype("float32"))) for x in got))
-    kept = arrays, got
+    in_use = arrays, got
 print(len(captured), sum(captured))
 """
 
@@ -211,9 +211,9 @@ def graphs(file: str, *flags: str) -> tuple[np.ndarray[Any, Any], int, int]:
     return np.array([line.split() for line in norms], float), calls, captured
 
 
-def assert_same_norms(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
+def assert_same_norms(got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
     """Norms of gradients that are summed in any order agree to one unit of bfloat16, which the gradients have."""
-    for x, y in zip(got, wanted, strict=True):
+    for x, y in zip(got, expected, strict=True):
         oracle.assert_close("norms", x.astype(numpy_dtype("bfloat16")), y, y)
 
 
@@ -233,10 +233,10 @@ def test_command_buffers_replay_what_plain_calls_compute() -> None:
 def test_an_exported_program_loads_its_kernels_within_a_capture(tmp_path: Path) -> None:
     pytest.importorskip("flatbuffers")
     file = str(tmp_path / "program")
-    wanted, *_ = graphs(file, PLAIN)
+    expected, *_ = graphs(file, PLAIN)
     loaded, _, captured = graphs(file, CAPTURE)
     assert captured > 0
-    assert_same_norms(loaded, wanted)
+    assert_same_norms(loaded, expected)
 
 
 def test_two_gpus_share_a_batch_and_heads() -> None:

@@ -49,15 +49,15 @@ import jax, jax.numpy as jnp, pathlib
 from cuflash.frameworks.jax import attention
 grad = jax.jit(jax.grad(lambda x: attention(x, x, 2 * x, causal=True).sum()))
 checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
-made = jax.export.export(grad, disabled_checks=checks)(jax.ShapeDtypeStruct((1, 5, 2, 8), jnp.float32))
-pathlib.Path(FILE).write_bytes(made.serialize())
+exported = jax.export.export(grad, disabled_checks=checks)(jax.ShapeDtypeStruct((1, 5, 2, 8), jnp.float32))
+pathlib.Path(FILE).write_bytes(exported.serialize())
 print(float(grad(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8)).std()))
 """
 IMPORT = """
 import jax, jax.numpy as jnp, pathlib
 import cuflash.frameworks.jax
-made = jax.export.deserialize(bytearray(pathlib.Path(FILE).read_bytes()))
-print(float(made.call(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8)).std()))
+exported = jax.export.deserialize(bytearray(pathlib.Path(FILE).read_bytes()))
+print(float(exported.call(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8)).std()))
 """
 
 
@@ -83,8 +83,8 @@ for vma in (True, False):
     for spec in (P("x"), P(None, None, "x")):
         split = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=vma))
         np.testing.assert_array_equal(split(q, k, v), call(q, k, v))
-        for got, wanted in zip(jax.jit(grad(split))(q, k, v), grad(call)(q, k, v)):
-            np.testing.assert_array_equal(got, wanted)
+        for got, expected in zip(jax.jit(grad(split))(q, k, v), grad(call)(q, k, v)):
+            np.testing.assert_array_equal(got, expected)
 # k and v on every device: their gradients are summed
 queries = P(None, "x")
 q = q[:, :8]
@@ -167,9 +167,9 @@ SAVED = jax.grad(lambda q: attention(q, x, x).sum())(x)
 """
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_process_ends_while_a_gradient_is_computed(kept: bool) -> None:
-    run(ENDS.replace("SAVED = ", "gradient = " if kept else ""))
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_process_ends_while_a_gradient_is_computed(is_stored: bool) -> None:
+    run(ENDS.replace("SAVED = ", "gradient = " if is_stored else ""))
 
 
 MOD_EXPORT = """
@@ -182,16 +182,16 @@ call = lambda q, sinks: attention(q, q, q, score_mod=mod, mask_mod=lambda b, h, 
 grad = jax.jit(jax.grad(lambda *x: (call(*x) ** 2).sum(), (0, 1)))
 checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
 shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 5, 2, 8), (2,))]
-made = jax.export.export(grad, disabled_checks=checks)(*shapes)
-pathlib.Path(FILE).write_bytes(made.serialize())
+exported = jax.export.export(grad, disabled_checks=checks)(*shapes)
+pathlib.Path(FILE).write_bytes(exported.serialize())
 print([float(x.std()) for x in grad(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8), jnp.arange(2.0))])
 """
 MOD_IMPORT = """
 import jax.export
 import jax, jax.numpy as jnp, pathlib
 import cuflash.frameworks.jax
-made = jax.export.deserialize(bytearray(pathlib.Path(FILE).read_bytes()))
-print([float(x.std()) for x in made.call(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8), jnp.arange(2.0))])
+exported = jax.export.deserialize(bytearray(pathlib.Path(FILE).read_bytes()))
+print([float(x.std()) for x in exported.call(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8), jnp.arange(2.0))])
 """
 
 

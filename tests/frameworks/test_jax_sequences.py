@@ -33,10 +33,13 @@ NAMES = ("q", "k", "v")
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def platform(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
-        found = jax.local_devices(backend=request.param)[0]
+        jax_device = jax.local_devices(backend=request.param)[0]
     except RuntimeError as error:
         pytest.skip(f"JAX has no {request.param} here: {error}")
-    with jax.default_device(found), jax.default_matmul_precision("highest"):  # JAX's own products have 10 bits else
+    with (
+        jax.default_device(jax_device),
+        jax.default_matmul_precision("highest"),
+    ):  # JAX's own products have 10 bits else
         yield request.param
 
 
@@ -44,24 +47,24 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def split(given: VarlenArrays, **more: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+def split(inputs: VarlenArrays, **more: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """`attention` of q, k and v alone, these, and the int32 arrays of the call, which it takes by keyword."""
-    arguments = given.arguments(jnp)
+    arguments = inputs.arguments(jnp)
     leaves = [arguments.pop(name) for name in NAMES]
-    varlen_kwargs = {name: arguments.pop(name) for name in given.varlen_kwargs}
+    varlen_kwargs = {name: arguments.pop(name) for name in inputs.varlen_kwargs}
     return functools.partial(attention, return_lse=True, **arguments, **more), leaves, varlen_kwargs
 
 
-def pulled(given: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
+def pulled(inputs: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
     """out, lse and gradients by one jitted program, to which the lengths are arguments."""
-    call, leaves, varlen_kwargs = split(given, **more)
+    call, leaves, varlen_kwargs = split(inputs, **more)
 
     def both(leaves: Any, varlen_kwargs: Any, upstream: Any) -> Any:
         results, pull = jax.vjp(functools.partial(call, **varlen_kwargs), *leaves)
         return *results, pull(upstream)
 
     shapes = jax.eval_shape(functools.partial(call, **varlen_kwargs), *leaves)
-    from_above = tuple(jnp.asarray(x.reshape(y.shape)) for x, y in zip(upstream(given), shapes, strict=True))
+    from_above = tuple(jnp.asarray(x.reshape(y.shape)) for x, y in zip(upstream(inputs), shapes, strict=True))
     out, lse, gradients = jax.jit(both)(leaves, varlen_kwargs, from_above)
     return np.asarray(out), np.asarray(lse), [np.asarray(x) for x in gradients]
 
@@ -69,27 +72,27 @@ def pulled(given: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
 @each([*WITH_GRADIENTS, *CACHED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> None:
-    given = varlen_arrays(replace(case, dtype=dtype))
-    call, leaves, varlen_kwargs = split(given)
-    check(given, *map(np.asarray, call(*leaves, **varlen_kwargs)))
+    inputs = varlen_arrays(replace(case, dtype=dtype))
+    call, leaves, varlen_kwargs = split(inputs)
+    check(inputs, *map(np.asarray, call(*leaves, **varlen_kwargs)))
     if case.has_gradients:
-        out, lse, gradients = pulled(given)
-        check(given, out, lse)
-        check_gradients(given, gradients)
+        out, lse, gradients = pulled(inputs)
+        check(inputs, out, lse)
+        check_gradients(inputs, gradients)
 
 
 @pytest.mark.drawn(12)
 def test_drawn_problems(seed: int) -> None:
-    given = varlen_arrays(drawn(seed, gradients=True), seed)
-    check_gradients(given, pulled(given, deterministic=True)[2])
+    inputs = varlen_arrays(drawn(seed, gradients=True), seed)
+    check_gradients(inputs, pulled(inputs, deterministic=True)[2])
     call, leaves, varlen_kwargs = split(varlen_arrays(drawn(seed), seed))
     check(varlen_arrays(drawn(seed), seed), *map(np.asarray, call(*leaves, **varlen_kwargs)))
 
 
 @each([*WITH_GRADIENTS, *CACHED])
 def test_one_program_serves_all_lengths_and_splits(case: Sequences) -> None:
-    given = varlen_arrays(replace(case, bounded=False, dtype="float32"))
-    call, leaves, varlen_kwargs = split(given)
+    inputs = varlen_arrays(replace(case, bounded=False, dtype="float32"))
+    call, leaves, varlen_kwargs = split(inputs)
     traces = 0
 
     def counted(leaves: Any, varlen_kwargs: Any) -> Any:
@@ -101,34 +104,34 @@ def test_one_program_serves_all_lengths_and_splits(case: Sequences) -> None:
     for shift in (0, 1):
         name = next(iter(varlen_kwargs))
         changed = varlen_kwargs | {name: jnp.maximum(varlen_kwargs[name] - shift, 0)}
-        for got, wanted in zip(program(leaves, changed), call(*leaves, **changed), strict=True):
-            np.testing.assert_array_equal(got, wanted)
+        for got, expected in zip(program(leaves, changed), call(*leaves, **changed), strict=True):
+            np.testing.assert_array_equal(got, expected)
     assert traces == 1
     for splits in ({"num_splits": 2}, {"split_size": 128}):
-        check(given, *map(np.asarray, split(given, **splits)[0](*leaves, **varlen_kwargs)))
+        check(inputs, *map(np.asarray, split(inputs, **splits)[0](*leaves, **varlen_kwargs)))
 
 
 def looped(function: Any, leaves: list[Any], varlen_kwargs: dict[str, Any], axes: Any, varlen_axes: Any) -> Any:
     """What vmap stands for."""
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
 
-    def at(n: int) -> Any:
+    def call_nth(n: int) -> Any:
         one = [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(leaves, axes, strict=True)]
         return function(*one, {name: x[n] if varlen_axes[name] == 0 else x for name, x in varlen_kwargs.items()})
 
-    return jax.tree.map(lambda *x: jnp.stack(x), *map(at, range(size)))
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(call_nth, range(size)))
 
 
-def close(got: Any, wanted: Any) -> None:
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+def close(got: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 @each([*WITH_GRADIENTS, *CACHED])
 @pytest.mark.parametrize("mapped", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
 def test_vmap_over_arrays_of_the_same_lengths(case: Sequences, mapped: tuple[bool, ...]) -> None:
-    given = varlen_arrays(replace(case, dtype="float32")).filled(0.0)
-    call, plain, varlen_kwargs = split(given)
+    inputs = varlen_arrays(replace(case, dtype="float32")).filled(0.0)
+    call, plain, varlen_kwargs = split(inputs)
     value = lambda *x: call(*x[:-1], **x[-1])  # noqa: E731
     functions = [value]
     if case.has_gradients:
@@ -232,12 +235,12 @@ def test_dot_product_attention_with_lengths_is_that_of_jax(
         out, lse = function(*leaves, return_residual=True, **options)
         return (jnp.where(rows[..., None], out, 0.0) ** 2).sum(), (out, lse)
 
-    found = []
+    results = []
     for function in (dot_product_attention, jax.nn.dot_product_attention):
         gradient = jax.value_and_grad(functools.partial(value, function), (0, 1, 2), has_aux=True)
         (_, (out, lse)), slopes = jax.jit(gradient)(*leaves)
-        found.append((jnp.where(rows[..., None], out, 0.0), jnp.where(rows, lse, 0.0), slopes))
-    close(*found)
+        results.append((jnp.where(rows[..., None], out, 0.0), jnp.where(rows, lse, 0.0), slopes))
+    close(*results)
     out, lse = dot_product_attention(*leaves, return_residual=True, **options)
     unused = np.broadcast_to((np.arange(8) >= used[:, None])[..., None], (batch, 8, 4)).reshape(lse.shape)
     assert not np.asarray(out)[unused].any()
@@ -260,10 +263,10 @@ def pages(**more: Any) -> dict[str, Any]:
         kv[table[sequence, 0], length:] = kv[table[sequence, 1], max(length - 5, 0) :] = np.nan
     kv[table[3:]] = np.nan
     table[3:] = 2**30
-    given = {"q": generator.standard_normal((12, 4, 8)).astype("float32"), "kv_pages": kv, "kv_lens": kv_lens,
+    arguments = {"q": generator.standard_normal((12, 4, 8)).astype("float32"), "kv_pages": kv, "kv_lens": kv_lens,
              "page_indices": table, "cu_q_lens": np.array([0, 2, 7, 8, 3, 99], "int32"),
              "num_seqs": np.array([3], "int32")}  # fmt: skip
-    return {name: jnp.asarray(x) for name, x in given.items()} | more
+    return {name: jnp.asarray(x) for name, x in arguments.items()} | more
 
 
 @pytest.mark.parametrize(
@@ -318,11 +321,11 @@ def test_the_paged_function_has_the_signature_of_tpus_and_judges_its_arguments()
 def test_a_program_of_several_lengths_is_exported_with_its_options() -> None:
     export = pytest.importorskip("jax.export")
     pytest.importorskip("flatbuffers")
-    given = varlen_arrays(replace(PACKED, dtype="float32"))
-    call, leaves, varlen_kwargs = split(given, split_size=128)
+    inputs = varlen_arrays(replace(PACKED, dtype="float32"))
+    call, leaves, varlen_kwargs = split(inputs, split_size=128)
     checks = [export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
     platforms = sorted({device.platform.replace("gpu", "cuda") for x in leaves for device in x.devices()})
     exported = export.export(jax.jit(lambda *x: call(*x[:3], **x[3])), platforms=platforms, disabled_checks=checks)
     program = exported(*leaves, varlen_kwargs)
     again = export.deserialize(program.serialize())
-    check(given, *map(np.asarray, again.call(*leaves, varlen_kwargs)))
+    check(inputs, *map(np.asarray, again.call(*leaves, varlen_kwargs)))

@@ -26,7 +26,9 @@ FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION
 OPS = torch.ops.aten
 
 
-def made(device: str, dtype: Any, *, heads: tuple[int, int] = (4, 4), seqlen_k: int = 40, bhsd: bool = False) -> Any:
+def make_qkv(
+    device: str, dtype: Any, *, heads: tuple[int, int] = (4, 4), seqlen_k: int = 40, bhsd: bool = False
+) -> Any:
     """q, k and v (batch, heads, seqlen, head_dim), in memory by seqlen, or as they are named."""
     dense = of_torch.random_qkv(device, dtype, heads=heads, lengths=(40, seqlen_k), dim=64, grad=False)
     return tuple((x.contiguous() if bhsd else x).requires_grad_() for x in (x.transpose(1, 2) for x in dense))
@@ -39,9 +41,9 @@ def results(tensors: Any, backend: Any = None, **options: Any) -> list[Any]:
     return [out, *torch.autograd.grad(out.double().square().sum(), tensors)]
 
 
-def assert_right(found: Any, tensors: Any, dout: Any, **options: Any) -> None:
+def assert_right(out_and_grads: Any, tensors: Any, dout: Any, **options: Any) -> None:
     """Holds out and the gradients of `(dout * out).sum()` against float64; heads stand before seqlen in all of them."""
-    (out, *gradients), (q, k, v) = ([x.transpose(1, 2) for x in each] for each in (found, tensors))
+    (out, *gradients), (q, k, v) = ([x.transpose(1, 2) for x in each] for each in (out_and_grads, tensors))
     assert_results((q, k, v), out, **options)
     assert_pulled(gradients, (q, k, v), dout.transpose(1, 2), **options)
 
@@ -61,37 +63,37 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     override.remove()
     with pytest.raises(NotImplementedError, match="CPU"):
-        OPS._scaled_dot_product_flash_attention(*made("cpu", torch.float16))
+        OPS._scaled_dot_product_flash_attention(*make_qkv("cpu", torch.float16))
 
 
 @pytest.mark.parametrize("bhsd", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("on_cpu")
 def test_the_ops_have_the_results_of_attention(causal: bool, bhsd: bool) -> None:
-    tensors = made("cpu", torch.float64, bhsd=bhsd)
+    tensors = make_qkv("cpu", torch.float64, bhsd=bhsd)
     out, lse, _, _, max_q, max_k, *state, mask = OPS._scaled_dot_product_flash_attention(
         *(x.detach() for x in tensors), is_causal=causal, scale=0.2
     )
     assert (max_q, max_k, mask.numel(), lse.shape) == (40, 40, 0, (2, 4, 40))
     assert out.stride() == torch.empty_like(tensors[0]).stride()  # of PyTorch's fake kernel
-    found = OPS._scaled_dot_product_flash_attention_backward(
+    grads = OPS._scaled_dot_product_flash_attention_backward(
         2 * out, *(x.detach() for x in tensors), out, lse, None, None, max_q, max_k, 0.0, causal, *state, scale=0.2
     )
-    assert_right((out, *found), tensors, 2 * out, causal=causal, softmax_scale=0.2)
-    assert [x.stride() for x in found] == [x.stride() for x in tensors]
+    assert_right((out, *grads), tensors, 2 * out, causal=causal, softmax_scale=0.2)
+    assert [x.stride() for x in grads] == [x.stride() for x in tensors]
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_causal_is_aligned_bottom_right_where_lengths_differ() -> None:
     """As `causal_lower_right` means it, which alone comes here then."""
-    q, k, v = (x.detach() for x in made("cpu", torch.float64, seqlen_k=52))
+    q, k, v = (x.detach() for x in make_qkv("cpu", torch.float64, seqlen_k=52))
     out = OPS._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     assert_results([x.transpose(1, 2) for x in (q, k, v)], out.transpose(1, 2), causal=True, diagonal_offset=52 - 40)
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
-    q, k, v = (x.detach() for x in made("cpu", torch.float16))
+    q, k, v = (x.detach() for x in make_qkv("cpu", torch.float16))
     caplog.set_level(logging.DEBUG, "cuflash")
     sdpa._log_pytorch.cache_clear()
     with pytest.raises(NotImplementedError, match="PyTorch's own"):
@@ -110,7 +112,7 @@ def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
 def test_dropout_of_all_weights_is_pytorchs_own_in_both_directions(
     dropout_p: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    x = made("cpu", torch.float16)[0].detach()
+    x = make_qkv("cpu", torch.float16)[0].detach()
     lse, state, flat = x.new_empty(2, 4, 40), torch.empty(2, dtype=torch.uint64), x[0].transpose(0, 1)
     bounds = torch.tensor([0, 40], dtype=torch.int32)
     of_packed = bounds, bounds, 40, 40, dropout_p, False
@@ -139,14 +141,14 @@ def by_seqlen(tensors: Any) -> list[Any]:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_dropout_of_the_flash_op_drops_the_same_weights_in_both_directions() -> None:
-    tensors = made("cpu", torch.float64, heads=(4, 2))
-    found = OPS._scaled_dot_product_flash_attention(*tensors, dropout_p=0.4, is_causal=True)
-    out, state = found[0], found[-3]
+    tensors = make_qkv("cpu", torch.float64, heads=(4, 2))
+    outputs = OPS._scaled_dot_product_flash_attention(*tensors, dropout_p=0.4, is_causal=True)
+    out, state = outputs[0], outputs[-3]
     assert (state.shape, state.dtype) == ((2,), torch.uint64)
     seed = state.view(torch.int64)[0].item()
-    wanted = eager(*by_seqlen(tensors), causal=True, dropout_p=0.4, dropout_seed=seed)[0].transpose(1, 2)
-    assert_close(out, wanted)
-    assert_close(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (out, wanted)))
+    expected = eager(*by_seqlen(tensors), causal=True, dropout_p=0.4, dropout_seed=seed)[0].transpose(1, 2)
+    assert_close(out, expected)
+    assert_close(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (out, expected)))
     assert not torch.equal(out, OPS._scaled_dot_product_flash_attention(*tensors, dropout_p=0.4, is_causal=True)[0])
 
 
@@ -165,7 +167,7 @@ MASKS: dict[str, tuple[tuple[int, ...] | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, wants_gradient: bool) -> None:
     shape, options = MASKS[name]
-    tensors = made("cpu", torch.float64, seqlen_k=64 if name == "aligned" else 52)
+    tensors = make_qkv("cpu", torch.float64, seqlen_k=64 if name == "aligned" else 52)
     mask, expanded = None, None
     if shape is not None:
         mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -177,56 +179,56 @@ def test_masks(name: str, wants_gradient: bool) -> None:
     plain = {"dropout_p": options.get("dropout_p", 0.0), "dropout_seed": seed.item(), "bias": mask}
     causal = {"causal": options.get("is_causal", False), "diagonal_offset": 0}
     scale = options.get("scale", 64**-0.5) / 64**-0.5  # as a factor of q
-    wanted, of_rows = eager(*by_seqlen((tensors[0] * scale, *tensors[1:])), **plain, **causal)
+    expected, of_rows = eager(*by_seqlen((tensors[0] * scale, *tensors[1:])), **plain, **causal)
     assert (lse.shape, seed.shape, offset.shape) == ((2, 4, 64), (), ())
-    assert_close((out, lse[..., :40]), (wanted.transpose(1, 2), of_rows))
-    found = torch.autograd.grad(out.sin().sum(), inputs)
-    assert_close(found, torch.autograd.grad(wanted.sin().sum(), inputs))
+    assert_close((out, lse[..., :40]), (expected.transpose(1, 2), of_rows))
+    grads = torch.autograd.grad(out.sin().sum(), inputs)
+    assert_close(grads, torch.autograd.grad(expected.sin().sum(), inputs))
 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("seqlen_k", [52, 64])
 @pytest.mark.parametrize("compute_log_sumexp", [False, True])
 def test_results_lie_in_memory_as_those_of_pytorchs_fake_kernels(seqlen_k: int, compute_log_sumexp: bool) -> None:
-    q, k, v = (x.detach() for x in made("cpu", torch.float16, seqlen_k=seqlen_k, bhsd=True))
+    q, k, v = (x.detach() for x in make_qkv("cpu", torch.float16, seqlen_k=seqlen_k, bhsd=True))
     mask = torch.zeros(2, 1, 1, seqlen_k, dtype=torch.float16).expand(2, 4, 40, seqlen_k)
 
     def layout(tensors: Any) -> list[Any]:
         return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
     def results(*tensors: Any) -> Any:
-        found = OPS._scaled_dot_product_efficient_attention(*tensors, compute_log_sumexp)
+        outputs = OPS._scaled_dot_product_efficient_attention(*tensors, compute_log_sumexp)
         if not compute_log_sumexp:
-            return found
-        given = (found[0], *tensors, *found)
-        return found + OPS._scaled_dot_product_efficient_attention_backward(*given, 0.0, [True] * 4)
+            return outputs
+        operands = (outputs[0], *tensors, *outputs)
+        return outputs + OPS._scaled_dot_product_efficient_attention_backward(*operands, 0.0, [True] * 4)
 
-    found, wanted = layout(results(q, k, v, mask)), layout(results(*(x.to("meta") for x in (q, k, v, mask))))
-    assert found == wanted
+    result, expected = layout(results(q, k, v, mask)), layout(results(*(x.to("meta") for x in (q, k, v, mask))))
+    assert result == expected
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_mask_without_gradients_has_none() -> None:
-    q, k, v = (x.detach() for x in made("cpu", torch.float64))
+    q, k, v = (x.detach() for x in make_qkv("cpu", torch.float64))
     mask = torch.zeros(2, 4, 40, 40, dtype=torch.float64)
-    found = OPS._scaled_dot_product_efficient_attention(q, k, v, mask, True)
+    outputs = OPS._scaled_dot_product_efficient_attention(q, k, v, mask, True)
     backward = OPS._scaled_dot_product_efficient_attention_backward
-    assert backward(q, q, k, v, mask, *found, 0.0, [True, True, True, False])[3] is None
+    assert backward(q, q, k, v, mask, *outputs, 0.0, [True, True, True, False])[3] is None
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_packed_sequences_with_dropout() -> None:
-    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in made("cpu", torch.float64))
+    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in make_qkv("cpu", torch.float64))
     bounds = torch.tensor([0, 40], dtype=torch.int32)
-    found = OPS._flash_attention_forward(q, k, v, bounds, bounds, 40, 40, 0.4, True, False)
-    given = {"causal": True, "dropout_p": 0.4, "dropout_seed": found[2].view(torch.int64)[0].item()}
-    wanted = eager(*(x[None] for x in (q, k, v)), **given)[0][0]
-    assert_close(found[0], wanted)
-    dout = wanted.detach().cos()
+    outputs = OPS._flash_attention_forward(q, k, v, bounds, bounds, 40, 40, 0.4, True, False)
+    options = {"causal": True, "dropout_p": 0.4, "dropout_seed": outputs[2].view(torch.int64)[0].item()}
+    expected = eager(*(x[None] for x in (q, k, v)), **options)[0][0]
+    assert_close(outputs[0], expected)
+    dout = expected.detach().cos()
     gradients = OPS._flash_attention_backward(
-        dout, *(x.detach() for x in (q, k, v, *found[:2])), bounds, bounds, 40, 40, 0.4, True, *found[2:4]
+        dout, *(x.detach() for x in (q, k, v, *outputs[:2])), bounds, bounds, 40, 40, 0.4, True, *outputs[2:4]
     )
-    assert_close(gradients, torch.autograd.grad(wanted, (q, k, v), dout))
+    assert_close(gradients, torch.autograd.grad(expected, (q, k, v), dout))
 
 
 def test_an_older_pytorch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +257,7 @@ def test_the_flash_and_the_memory_efficient_backend_become_the_first_choices(mon
 
 @pytest.fixture
 def active() -> Iterator[None]:
-    attend(*made("cuda", torch.float16))
+    attend(*make_qkv("cuda", torch.float16))
     backends = torch._C._get_sdp_priority_order()
     sdpa.activate()
     yield
@@ -272,14 +274,14 @@ def active() -> Iterator[None]:
     [((4, 4), {}), ((4, 4), {"is_causal": True}), ((4, 2), {"is_causal": True, "enable_gqa": True, "scale": 0.3})],
 )
 def test_attention_of_pytorch_runs_here(heads: tuple[int, int], options: Any, dtype: Any) -> None:
-    tensors = made("cuda", dtype, heads=heads)
+    tensors = make_qkv("cuda", dtype, heads=heads)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = results(tensors, **options)
+        outputs = results(tensors, **options)
     names = {event.key for event in profile.key_averages()}
     assert any(name.startswith("forward_") for name in names)
     assert any(name.startswith("backward_") for name in names)
     asked = {"causal": options.get("is_causal", False), "softmax_scale": options.get("scale")}
-    assert_right(found, tensors, 2 * found[0], **asked)
+    assert_right(outputs, tensors, 2 * outputs[0], **asked)
 
 
 @pytest.mark.gpu
@@ -287,37 +289,39 @@ def test_attention_of_pytorch_runs_here(heads: tuple[int, int], options: Any, dt
 def test_compiled_with_operands_of_any_strides() -> None:
     compiled = torch.compile(lambda *x: attend(*x, is_causal=True), fullgraph=True)
     for bhsd in (False, True):
-        tensors = made("cuda", torch.bfloat16, bhsd=bhsd)
+        tensors = make_qkv("cuda", torch.bfloat16, bhsd=bhsd)
         out = compiled(*tensors)
-        found = torch.autograd.grad(out.sum(), tensors)
-        assert_right((out, *found), tensors, torch.ones_like(out), causal=True)
+        grads = torch.autograd.grad(out.sum(), tensors)
+        assert_right((out, *grads), tensors, torch.ones_like(out), causal=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("active")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_masks_run_here(is_compiled: bool) -> None:
-    q, k, v = made("cuda", torch.bfloat16, seqlen_k=52)
+    q, k, v = make_qkv("cuda", torch.bfloat16, seqlen_k=52)
     mask = torch.randn(1, 4, 1, 52, device="cuda", dtype=torch.bfloat16).requires_grad_()
     inputs = q, k, v, mask
     function = torch.compile(attend, fullgraph=True) if is_compiled else attend
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         out = function(q, k, v, attn_mask=mask)
-        found = torch.autograd.grad(out.float().square().sum(), inputs)
+        grads = torch.autograd.grad(out.float().square().sum(), inputs)
     names = {event.key for event in profile.key_averages()}
     assert any(name.startswith("forward_") for name in names)
     assert any(name.startswith("backward_") for name in names)
     copies = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    wanted = eager(*by_seqlen(copies[:3]), bias=copies[3])[0].transpose(1, 2)
-    assert_close((out, *found), (wanted, *torch.autograd.grad(wanted.square().sum(), copies)), 4e-2)
-    seen = torch.rand(40, 52, device="cuda") > 0.5
-    assert_close(function(q, k, v, attn_mask=seen), eager(*by_seqlen(copies[:3]), bias=seen)[0].transpose(1, 2), 2e-2)
+    expected = eager(*by_seqlen(copies[:3]), bias=copies[3])[0].transpose(1, 2)
+    assert_close((out, *grads), (expected, *torch.autograd.grad(expected.square().sum(), copies)), 4e-2)
+    visible = torch.rand(40, 52, device="cuda") > 0.5
+    assert_close(
+        function(q, k, v, attn_mask=visible), eager(*by_seqlen(copies[:3]), bias=visible)[0].transpose(1, 2), 2e-2
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("active")
 def test_dropout_in_a_graph_takes_new_seeds() -> None:
-    tensors = made("cuda", torch.bfloat16)
+    tensors = make_qkv("cuda", torch.bfloat16)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         results(tensors, dropout_p=0.5)
@@ -325,18 +329,18 @@ def test_dropout_in_a_graph_takes_new_seeds() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = results(tensors, dropout_p=0.5)[0]
-    found = []
+    outs = []
     for seed in (1, 1, 2):
         torch.cuda.manual_seed(seed)
         graph.replay()
-        found.append(out.clone())
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        outs.append(out.clone())
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.gpu
 def test_what_comes_after_is_pytorchs_own() -> None:
-    tensors = made("cuda", torch.float16)
+    tensors = make_qkv("cuda", torch.float16)
 
     def all_results() -> list[Any]:
         torch.manual_seed(0)

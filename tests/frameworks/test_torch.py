@@ -58,8 +58,8 @@ def test_each_of_out_and_lse_alone(device: str) -> None:
     tensors = random_qkv(device)
     out, lse = with_lse(*tensors)
     for pick, dout, dlse in ((0, out.cos(), None), (1, torch.zeros_like(out), lse.cos())):
-        found = torch.autograd.grad(with_lse(*tensors)[pick].sin().sum(), tensors, materialize_grads=True)
-        assert_pulled(found, tensors, dout, dlse)
+        grads = torch.autograd.grad(with_lse(*tensors)[pick].sin().sum(), tensors, materialize_grads=True)
+        assert_pulled(grads, tensors, dout, dlse)
 
 
 @pytest.mark.parametrize("needed", range(3))
@@ -89,9 +89,9 @@ def test_without_batch_or_heads(rank: int, device: str) -> None:
     first = tuple(x[:1] for x in whole)
     assert_results(first, out.reshape(first[0].shape), lse.reshape(1, 1, 9))
     for function in (with_lse, compiled):
-        found = gradients(function, part)
-        assert [x.shape for x in found] == [x.shape for x in part]
-        assert_gradients([x.reshape(y.shape) for x, y in zip(found, first, strict=True)], first)
+        grads = gradients(function, part)
+        assert [x.shape for x in grads] == [x.shape for x in part]
+        assert_gradients([x.reshape(y.shape) for x, y in zip(grads, first, strict=True)], first)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
@@ -105,9 +105,9 @@ def test_compiled_is_eager_at_every_length(mask: str, backend: str) -> None:
     tensors = random_qkv(device)
     for length in (9, 7, 5):
         cut = tuple(x[:, :length] for x in tensors)
-        found = torch.autograd.grad(compiled(*cut), tensors)
-        assert_gradients([x[:, :length] for x in found], cut, **MASKS[mask])
-        assert not any(x[:, length:].any() for x in found)
+        grads = torch.autograd.grad(compiled(*cut), tensors)
+        assert_gradients([x[:, :length] for x in grads], cut, **MASKS[mask])
+        assert not any(x[:, length:].any() for x in grads)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -115,9 +115,9 @@ def test_the_ops_keep_the_rules_of_ops(grad: bool, device: str) -> None:
     tensors = random_qkv(device, grad=grad)
     options = (None, True, 4, -1, 1, 1.5, False)
     torch.library.opcheck(torch.ops.cuflash.attention, (*tensors, *options))
-    given = tuple(x.detach() for x in (*tensors, *with_lse(*tensors)))
-    for dlse in (None, given[4]):
-        torch.library.opcheck(torch.ops.cuflash.attention_backward, (given[3], *given, dlse, *options))
+    operands = tuple(x.detach() for x in (*tensors, *with_lse(*tensors)))
+    for dlse in (None, operands[4]):
+        torch.library.opcheck(torch.ops.cuflash.attention_backward, (operands[3], *operands, dlse, *options))
 
 
 def test_exported_with_any_length() -> None:
@@ -147,12 +147,12 @@ def test_autocast_casts_and_gives_gradients_back_in_the_dtype_of_the_inputs(dtyp
     with torch.autocast(device, dtype=dtype):
         out, lse = with_lse(*tensors)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    found = torch.autograd.grad(loss(out, lse), tensors)
-    assert {x.dtype for x in found} == {torch.float32}
+    grads = torch.autograd.grad(loss(out, lse), tensors)
+    assert {x.dtype for x in grads} == {torch.float32}
     cast = tuple(x.detach().to(dtype) for x in tensors)
     assert_results(cast, out, lse)
-    assert_equal([x.to(dtype).float() for x in found], found)
-    assert_gradients([x.to(dtype) for x in found], cast)
+    assert_equal([x.to(dtype).float() for x in grads], grads)
+    assert_gradients([x.to(dtype) for x in grads], cast)
     with torch.autocast(device, enabled=False):
         assert attention(*tensors).dtype == torch.float32
 
@@ -182,11 +182,11 @@ def test_bad_input_is_judged_before_anything_runs() -> None:
         attention(q[:, :, :3], k, v)
     with pytest.raises(ProblemError, match=r"window_size"):
         attention(q, k, v, window_size=(-2, 0))
-    for name, given in (("softcap", True), ("softmax_scale", True), ("window_size", (False, 1)), ("causal", 1)):
+    for name, value in (("softcap", True), ("softmax_scale", True), ("window_size", (False, 1)), ("causal", 1)):
         for call in (attention, torch.compile(attention, backend="eager")):
             torch._dynamo.reset()  # or what one raised while it was compiled is run eagerly from then on
             with pytest.raises(ProblemError, match=f"{name}.* bool|causal=1 is a int"):
-                call(q, k, v, **{name: given})
+                call(q, k, v, **{name: value})
     with pytest.raises(ProblemError, match=r"no gradient flows.*cuflash.frameworks.torch.attention"):
         cuflash.forward(q, k, v)
 
@@ -245,9 +245,9 @@ def test_all_memory_is_of_torchs_allocator(cupy: Any) -> None:
     tensors = random_qkv("cuda", torch.bfloat16, dim=64)
     gradients(with_lse, tensors)
     pool, held = cupy.get_default_memory_pool().used_bytes(), held_by_torch()
-    found = gradients(with_lse, tensors)
+    grads = gradients(with_lse, tensors)
     assert cupy.get_default_memory_pool().used_bytes() == pool
-    assert held_by_torch() - held == sum(-(-2 * x.numel() // 512) * 512 for x in found)
+    assert held_by_torch() - held == sum(-(-2 * x.numel() // 512) * 512 for x in grads)
 
 
 def held_by_torch() -> int:
@@ -264,14 +264,14 @@ def held_by_torch() -> int:
 @pytest.mark.gpu
 def test_the_current_stream_is_used_and_other_gpus() -> None:
     tensors = random_qkv("cuda", torch.float16, dim=64, grad=False)
-    wanted, side = attention(*tensors), torch.cuda.Stream()
+    expected, side = attention(*tensors), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         doubled = tuple(2 * x for x in tensors)
         late = attention(*(x / 2 for x in doubled))
     side.synchronize()
-    assert_equal(late, wanted)
+    assert_equal(late, expected)
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     other = tuple(x.detach().to("cuda:1").requires_grad_() for x in tensors)

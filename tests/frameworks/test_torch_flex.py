@@ -29,7 +29,9 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 TABLE = torch.randn(HEADS, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def made(device: str = "cpu", dtype: Any = None, *, heads: tuple[int, int] = (HEADS, HEADS), grad: bool = False) -> Any:
+def make_qkv(
+    device: str = "cpu", dtype: Any = None, *, heads: tuple[int, int] = (HEADS, HEADS), grad: bool = False
+) -> Any:
     """query, key and value (batch, heads, seqlen, head_dim), which lie in memory by seqlen."""
     tensors = made_by_seqlen(device, dtype, heads=heads, lengths=(ROWS, KEYS), grad=False)
     return tuple(x.transpose(1, 2).requires_grad_(grad) for x in tensors)
@@ -87,11 +89,11 @@ def block_mask_of(mask_mod: Any, sizes: tuple[int | None, int | None] = (None, N
 @pytest.mark.parametrize("name", MODS)
 def test_results_are_pytorchs(name: str) -> None:
     mask_mod, score_mod, sizes = MODS[name]
-    block_mask, tensors = block_mask_of(mask_mod, sizes), made()
-    wanted, aux = flex.flex_attention(*tensors, score_mod, block_mask, return_aux=LSE)
-    out, found = flex_attention(*tensors, score_mod, block_mask, return_aux=LSE)
-    assert type(found) is type(aux)
-    assert_close((out, found.lse), (wanted, aux.lse))
+    block_mask, tensors = block_mask_of(mask_mod, sizes), make_qkv()
+    expected, aux = flex.flex_attention(*tensors, score_mod, block_mask, return_aux=LSE)
+    out, our_aux = flex_attention(*tensors, score_mod, block_mask, return_aux=LSE)
+    assert type(our_aux) is type(aux)
+    assert_close((out, our_aux.lse), (expected, aux.lse))
     assert_equal(flex_attention(*tensors, score_mod, block_mask), out)
 
 
@@ -99,82 +101,84 @@ def test_results_are_pytorchs(name: str) -> None:
 def test_gradients(name: str) -> None:
     """PyTorch's own has none on the CPU, so they are those of a program with all scores in memory."""
     mask_mod, score_mod, sizes = MODS[name]
-    tensors = made(grad=True)
+    tensors = make_qkv(grad=True)
     out, aux = flex_attention(*tensors, score_mod, block_mask_of(mask_mod, sizes), return_aux=LSE)
-    wanted = eager(*(x.transpose(1, 2) for x in tensors), score_mod=score_mod, mask_mod=mask_mod)
-    values = (out, aux.lse), (wanted[0].transpose(1, 2), wanted[1])
+    expected = eager(*(x.transpose(1, 2) for x in tensors), score_mod=score_mod, mask_mod=mask_mod)
+    values = (out, aux.lse), (expected[0].transpose(1, 2), expected[1])
     losses = [x.sin().sum() + y.nan_to_num(neginf=0.0).cos().sum() for x, y in values]
     assert_close(*(torch.autograd.grad(x, tensors) for x in losses))
 
 
 def test_gradients_of_captured_tensors() -> None:
-    tensors, table = made(), TABLE.clone().requires_grad_()
+    tensors, table = make_qkv(), TABLE.clone().requires_grad_()
     out = flex_attention(*tensors, lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(max=63)])
-    (found,) = torch.autograd.grad(out.sin().sum(), table)
+    (grad,) = torch.autograd.grad(out.sin().sum(), table)
     by_seqlen = [x.transpose(1, 2) for x in tensors]
-    wanted = eager(*by_seqlen, score_mod=lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(max=63)])[0]
-    assert_close(found, torch.autograd.grad(wanted.sin().sum(), table)[0])
+    expected = eager(*by_seqlen, score_mod=lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(max=63)])[0]
+    assert_close(grad, torch.autograd.grad(expected.sin().sum(), table)[0])
 
 
 def test_views_in_and_out() -> None:
-    tensors = made()
+    tensors = make_qkv()
     out = flex_attention(*tensors, scale=0.2)
     assert out.transpose(1, 2).is_contiguous()
     assert_equal(out.transpose(1, 2), attention(*(x.transpose(1, 2) for x in tensors), softmax_scale=0.2))
 
 
 def test_grouped_heads_and_one_batch_of_keys() -> None:
-    q, k, v = made(heads=(HEADS, 2))
+    q, k, v = make_qkv(heads=(HEADS, 2))
     with pytest.raises(ProblemError, match=r"4 heads and key 2; give enable_gqa=True"):
         flex_attention(q, k, v)
     assert_close(flex_attention(q, k, v, enable_gqa=True), flex.flex_attention(q, k, v, enable_gqa=True))
     block_mask, (k, v) = block_mask_of(of_some, (2, HEADS)), (x[:1] for x in (k, v))
-    wanted = flex.flex_attention(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), None, block_mask, enable_gqa=True)
-    assert_close(flex_attention(q, k, v, None, block_mask, enable_gqa=True), wanted)
+    expected = flex.flex_attention(
+        q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), None, block_mask, enable_gqa=True
+    )
+    assert_close(flex_attention(q, k, v, None, block_mask, enable_gqa=True), expected)
 
 
 def test_lse_as_it_was_asked_for_before() -> None:
-    q, k, v = made()
+    q, k, v = make_qkv()
     out, lse = flex_attention(q, k, v, return_lse=True)
     assert_close((out, lse), flex.flex_attention(q, k, v, return_lse=True))
     with pytest.raises(ProblemError, match="return_lse and return_aux"):
         flex_attention(q, k, v, return_lse=True, return_aux=LSE)
-    for given in (True, (None,), flex.AuxRequest):
+    for aux in (True, (None,), flex.AuxRequest):
         with pytest.raises(ProblemError, match=r"return_aux is a .*; give a .*AuxRequest"):
-            flex_attention(q, k, v, return_aux=given)
+            flex_attention(q, k, v, return_aux=aux)
     with pytest.raises(UnsupportedError, match="max_scores"):
         flex_attention(q, k, v, return_aux=flex.AuxRequest(max_scores=True))
     assert flex_attention(q, k, v, return_aux=flex.AuxRequest())[1].lse is None
 
 
 def test_a_block_mask_of_cuflash() -> None:
-    tensors = made()
+    tensors = make_qkv()
     block_mask = cuflash.create_block_mask(document, 1, 1, ROWS, KEYS, like=tensors[0])
     assert_equal(flex_attention(*tensors, alibi, block_mask), flex_attention(*tensors, alibi, block_mask_of(document)))
 
 
 def test_a_mask_of_blocks_alone() -> None:
     """Such as `from_kv_blocks` makes without a mask_mod: what PyTorch compiles sees whole blocks."""
-    q, k, v = made()
+    q, k, v = make_qkv()
     dense = block_mask_of(flex.and_masks(document, causal))
     blocks = flex.BlockMask.from_kv_blocks(dense.kv_num_blocks, dense.kv_indices, seq_lengths=(ROWS, KEYS))
-    seen = blocks.to_dense()[0, 0].bool()
-    wanted = seen.repeat_interleave(128, 0).repeat_interleave(128, 1)[:ROWS, :KEYS]
-    found = flex_attention(q, k, v, None, blocks)
-    assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=wanted))
+    visible_blocks = blocks.to_dense()[0, 0].bool()
+    expected = visible_blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[:ROWS, :KEYS]
+    result = flex_attention(q, k, v, None, blocks)
+    assert_close(result, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=expected))
 
 
 def test_a_list_of_fewer_blocks_than_the_mask_shows() -> None:
     """A selection of blocks beside a mask_mod, as it is made by hand: what is seen is in both."""
-    q, k, v = made()
+    q, k, v = make_qkv()
     listed = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
     one = torch.ones(1, 1, 2, dtype=torch.int32)
     blocks = flex.BlockMask.from_kv_blocks(one, listed, mask_mod=causal, seq_lengths=(ROWS, KEYS))
     in_block = torch.tensor([[False, True], [True, False]]).repeat_interleave(128, 0).repeat_interleave(128, 1)
-    wanted = in_block[:ROWS, :KEYS] & (torch.arange(ROWS)[:, None] >= torch.arange(KEYS))
-    found = flex_attention(q, k, v, None, blocks)
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=wanted)
-    assert_close(found, torch.where(wanted.any(1)[:, None], exact, 0.0))
+    expected = in_block[:ROWS, :KEYS] & (torch.arange(ROWS)[:, None] >= torch.arange(KEYS))
+    result = flex_attention(q, k, v, None, blocks)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=expected)
+    assert_close(result, torch.where(expected.any(1)[:, None], exact, 0.0))
     whole = block_mask_of(causal)
     assert_equal(flex_attention(q, k, v, None, whole), flex_attention(q, k, v, None, whole))
 
@@ -197,11 +201,11 @@ def refusals() -> dict[str, tuple[Callable[[Any, Any, Any], Any], str]]:
 def test_what_is_refused(name: str) -> None:
     call, message = refusals()[name]
     with pytest.raises(ProblemError, match=message):
-        call(*made())
+        call(*make_qkv())
 
 
 def test_hints_to_other_kernels_are_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    tensors = made()
+    tensors = make_qkv()
     with caplog.at_level(logging.DEBUG, "cuflash"):
         assert_equal(flex_attention(*tensors, kernel_options={"BLOCK_M": 64}), flex_attention(*tensors))
     assert "BLOCK_M are hints" in caplog.text
@@ -209,7 +213,7 @@ def test_hints_to_other_kernels_are_told_in_the_log(caplog: pytest.LogCaptureFix
 
 def test_compiled_around() -> None:
     torch._dynamo.reset()
-    tensors, block_mask = made(), block_mask_of(document)
+    tensors, block_mask = make_qkv(), block_mask_of(document)
 
     def function(q: Any, k: Any, v: Any) -> Any:
         return flex_attention(q.sin(), k, v, alibi, block_mask).cos()
@@ -219,14 +223,14 @@ def test_compiled_around() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_pytorchs_compiled() -> None:
-    tensors = made("cuda", torch.bfloat16, grad=True)
+    tensors = make_qkv("cuda", torch.bfloat16, grad=True)
     documents, slopes = DOCUMENTS.cuda(), SLOPES.cuda().float()
     mask_mod = flex.and_masks(lambda b, h, i, j: documents[i] == documents[j], causal)
     block_mask = block_mask_of(mask_mod, device="cuda")
-    found = []
+    results = []
     for function in (torch.compile(flex.flex_attention), flex_attention):
         out, aux = function(*tensors, lambda s, b, h, i, j: s + (j - i) * slopes[h], block_mask, return_aux=LSE)
-        seen = torch.isfinite(aux.lse)
-        found.append([out, aux.lse[seen], *torch.autograd.grad(out.float().square().sum(), tensors)])
-    for x, y in zip(*found, strict=True):
+        is_finite = torch.isfinite(aux.lse)
+        results.append([out, aux.lse[is_finite], *torch.autograd.grad(out.float().square().sum(), tensors)])
+    for x, y in zip(*results, strict=True):
         assert_close(x, y, 3e-2)

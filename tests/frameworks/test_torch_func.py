@@ -27,29 +27,29 @@ def test_gradients_by_function_transforms(device: str) -> None:
     q, k, v = (x.detach() for x in random_qkv(device))
     gradient = torch.func.grad(lambda x: loss(*with_lse(x, k, v)))
     of_each = torch.vmap(gradient)(torch.stack([q, -q]))
-    for x, found in ((q, gradient(q)), (q, of_each[0]), (-q, of_each[1])):
-        assert_gradients((found, None, None), (x, k, v))
+    for x, grad in ((q, gradient(q)), (q, of_each[0]), (-q, of_each[1])):
+        assert_gradients((grad, None, None), (x, k, v))
     single = torch.vmap(torch.vmap(lambda *x: attention(*x), in_dims=1, out_dims=1))(q[:, :, :2], k, v)  # heads, batch
     assert_equal(single, attention(q[:, :, :2], k, v))
 
 
 def test_mapped_over_nothing(device: str) -> None:
     q, k, v = random_qkv(device, grad=False)
-    found = torch.vmap(lambda x: attention(x, k, v))(q.new_empty(0, *q.shape))
-    assert found.shape == (0, *q.shape)
+    result = torch.vmap(lambda x: attention(x, k, v))(q.new_empty(0, *q.shape))
+    assert result.shape == (0, *q.shape)
 
 
 def test_what_outlived_a_function_transform_is_taken_as_it_is(device: str) -> None:
     q, k, v = random_qkv(device, grad=False)
-    kept = []
+    leaked = []
 
     def value(k: Any) -> Any:
-        kept.append(2 * k)
-        return kept[0].sum()
+        leaked.append(2 * k)
+        return leaked[0].sum()
 
     torch.func.grad(value)(k)
     for grad in (False, True):
-        assert_equal(attention(q.requires_grad_(grad), kept[0], v), attention(q, 2 * k, v))
+        assert_equal(attention(q.requires_grad_(grad), leaked[0], v), attention(q, 2 * k, v))
 
 
 def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> None:
@@ -62,11 +62,11 @@ def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> N
     slope, result = torch.func.grad_and_value(value)(x)
     out = attention(q, k, v)
     exact, near = (2 * y.square().sum() for y in (out.double(), out))
-    for found in (slope, 2 * result):
-        oracle.assert_close("slope", *map(in_numpy, (found, exact, near)), ulps=4)
+    for number in (slope, 2 * result):
+        oracle.assert_close("slope", *map(in_numpy, (number, exact, near)), ulps=4)
     scaled = torch.vmap(lambda x: x * attention(q, k, v).sum())(torch.stack([x, 3 * x]))
-    found = torch.autograd.grad(scaled.sum(), (q, k, v))
-    assert_pulled(found, (q, k, v), torch.full_like(out, 4))
+    grads = torch.autograd.grad(scaled.sum(), (q, k, v))
+    assert_pulled(grads, (q, k, v), torch.full_like(out, 4))
 
 
 def test_gradients_of_cached_keys_that_a_transform_lets_through_are_refused() -> None:
@@ -96,12 +96,12 @@ def test_programs_of_gradients_hold_the_ops(device: str) -> None:
     by_transform = torch.func.grad(lambda q, k, v: loss(*with_lse(q, k, v, deterministic=True)))
     of_each = torch.vmap(by_transform, in_dims=(0, None, None))
     functional = torch.func.functionalize(lambda q, k, v: attention(q, k, v))
-    for function, given in ((by_autograd, q), (by_transform, q), (of_each, torch.stack([q, -q])), (functional, q)):
-        program = make_fx(function)(given, k, v)
+    for function, argument in ((by_autograd, q), (by_transform, q), (of_each, torch.stack([q, -q])), (functional, q)):
+        program = make_fx(function)(argument, k, v)
         names = {str(node.target) for node in program.graph.nodes}
         assert "cuflash.attention.default" in names
         assert ("cuflash.attention_backward.default" in names) == (function is not functional)
-        assert_equal(program(2 * given, k, v), function(2 * given, k, v))
+        assert_equal(program(2 * argument, k, v), function(2 * argument, k, v))
 
 
 def test_one_compiled_graph_holds_gradients_by_function_transforms(device: str) -> None:
@@ -113,9 +113,9 @@ def test_one_compiled_graph_holds_gradients_by_function_transforms(device: str) 
     of_all = torch.func.grad(value, (0, 1, 2))
     of_each = torch.vmap(torch.func.grad(value), in_dims=(0, None, None))
     together = torch.func.vjp  # of a function of q alone
-    for function, given in ((of_all, q), (of_each, torch.stack([q, -q])), (torch.func.grad_and_value(value), q)):
+    for function, argument in ((of_all, q), (of_each, torch.stack([q, -q])), (torch.func.grad_and_value(value), q)):
         compiled = torch.compile(lambda *x, function=function: function(*x), fullgraph=True, backend="aot_eager")
-        for found, wanted in zip(compiled(given, k, v), function(given, k, v), strict=True):
-            assert_equal(found, wanted)
+        for result, expected in zip(compiled(argument, k, v), function(argument, k, v), strict=True):
+            assert_equal(result, expected)
     pulled = lambda q: together(lambda x: attention(x, k, v), q)[1](torch.ones_like(q))[0]  # noqa: E731
     assert_equal(torch.compile(pulled, fullgraph=True, backend="aot_eager")(q), pulled(q))

@@ -61,35 +61,35 @@ def test_results_and_gradients(case: str, device: str) -> None:
     tensors, bias = random_qkv(device), parameter(device, *shape)
     beside = bias.detach().cpu().requires_grad_()
     copies = [x.detach().cpu().requires_grad_() for x in tensors]
-    found, wanted = with_lse(*tensors, **arguments(bias)), eager(*copies, **arguments(beside))
-    assert_close(found, wanted)
-    gradients = torch.autograd.grad(loss(*found), (*tensors, bias))
+    results, expected = with_lse(*tensors, **arguments(bias)), eager(*copies, **arguments(beside))
+    assert_close(results, expected)
+    gradients = torch.autograd.grad(loss(*results), (*tensors, bias))
     assert [x.dtype for x in gradients] == [x.dtype for x in (*tensors, bias)]
-    assert_close(gradients, torch.autograd.grad(loss(*wanted), (*copies, beside)))
+    assert_close(gradients, torch.autograd.grad(loss(*expected), (*copies, beside)))
 
 
 def test_a_mask_of_bools_and_no_parameters() -> None:
     tensors = random_qkv("cpu")
-    seen = torch.rand(2, 1, ROWS, KEYS) > 0.4
-    found, wanted = with_lse(*tensors, bias=seen), eager(*tensors, bias=seen)
-    assert_close(found, wanted)
-    assert_close(torch.autograd.grad(found[0].sum(), tensors), torch.autograd.grad(wanted[0].sum(), tensors))
+    visible = torch.rand(2, 1, ROWS, KEYS) > 0.4
+    results, expected = with_lse(*tensors, bias=visible), eager(*tensors, bias=visible)
+    assert_close(results, expected)
+    assert_close(torch.autograd.grad(results[0].sum(), tensors), torch.autograd.grad(expected[0].sum(), tensors))
 
 
 def test_a_tensor_in_two_places_has_one_gradient() -> None:
     tensors, x = random_qkv("cpu", grad=False), parameter("cpu", HEADS)
-    given = {"score_mod": lambda s, b, h, i, j: s * x[h], "mask_mod": lambda b, h, i, j: x[h] * j < 4, "sinks": x}
-    found, wanted = attention(*tensors, **given), eager(*tensors, **given)[0]
-    assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(wanted.sum(), x))
+    kwargs = {"score_mod": lambda s, b, h, i, j: s * x[h], "mask_mod": lambda b, h, i, j: x[h] * j < 4, "sinks": x}
+    out, expected = attention(*tensors, **kwargs), eager(*tensors, **kwargs)[0]
+    assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(expected.sum(), x))
 
 
 def test_the_first_of_half_precision_gives_its_dtype() -> None:
     tensors, slopes = random_qkv("cpu", torch.bfloat16), parameter("cpu", HEADS).detach().float().requires_grad_()
     bias = torch.zeros(HEADS, 1, KEYS, dtype=torch.bfloat16, requires_grad=True)
     out = attention(*tensors, bias=bias, **_alibi(slopes))
-    found = torch.autograd.grad(out.float().sum(), (*tensors, slopes, bias))
-    assert [x.dtype for x in (out, *found)] == [torch.bfloat16] * 4 + [torch.float32, torch.bfloat16]
-    assert found[4].shape == bias.shape
+    grads = torch.autograd.grad(out.float().sum(), (*tensors, slopes, bias))
+    assert [x.dtype for x in (out, *grads)] == [torch.bfloat16] * 4 + [torch.float32, torch.bfloat16]
+    assert grads[4].shape == bias.shape
 
 
 def test_of_sequences_of_several_lengths() -> None:
@@ -97,10 +97,10 @@ def test_of_sequences_of_several_lengths() -> None:
     slopes, bounds = parameter("cpu", HEADS), torch.tensor([0, 4, 9], dtype=torch.int32)
     out = attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=5, max_seqlen_k=5, **_alibi(slopes))
     parts = [[x[None, begin:end] for x in (q, k, v)] for begin, end in ((0, 4), (4, 9))]
-    wanted = torch.cat([eager(*part, **_alibi(slopes))[0][0] for part in parts])
-    assert_close(out, wanted)
+    expected = torch.cat([eager(*part, **_alibi(slopes))[0][0] for part in parts])
+    assert_close(out, expected)
     inputs = q, k, v, slopes
-    assert_close(*(torch.autograd.grad(x.sin().sum(), inputs) for x in (out, wanted)))
+    assert_close(*(torch.autograd.grad(x.sin().sum(), inputs) for x in (out, expected)))
     with pytest.raises(UnsupportedError, match="page_table was given and gradients are wanted"):
         attention(q, k[None], v[None], page_table=bounds[:1, None], **_alibi(slopes))
 
@@ -109,9 +109,9 @@ def test_with_a_block_mask() -> None:
     tensors = random_qkv("cpu", lengths=(100, 130))
     bounds = torch.tensor([0, 50, 130])
     block_mask = cuflash.create_block_mask(mods.document(bounds), 1, 1, 100, 130, like=tensors[0])
-    given = {"block_mask": block_mask}, {"mask_mod": block_mask.mask_mod}
-    found = [loss(*with_lse(*tensors, **each)) for each in given]
-    assert_equal(*(torch.autograd.grad(x, tensors) for x in found))
+    mask_kwargs = {"block_mask": block_mask}, {"mask_mod": block_mask.mask_mod}
+    losses = [loss(*with_lse(*tensors, **each)) for each in mask_kwargs]
+    assert_equal(*(torch.autograd.grad(x, tensors) for x in losses))
 
 
 def test_seeds_are_drawn_by_the_generator_of_the_device(device: str) -> None:
@@ -135,21 +135,21 @@ def test_under_a_checkpoint(is_reentrant: bool, device: str) -> None:
     def run(*x: Any) -> Any:
         return attention(*x, dropout_p=0.4, **_alibi(slopes))
 
-    found = []
+    grads = []
     for function in (run, lambda *x: torch.utils.checkpoint.checkpoint(run, *x, use_reentrant=is_reentrant)):
         torch.manual_seed(4)
         inputs = (*tensors, slopes)
         for x in inputs:
             x.grad = None
         function(*tensors).square().sum().backward()
-        found.append([x.grad for x in inputs])
-    assert_close(found[0], found[1])
+        grads.append([x.grad for x in inputs])
+    assert_close(grads[0], grads[1])
 
 
 def test_gradients_of_some_inputs_only() -> None:
     tensors, slopes = random_qkv("cpu", grad=False), parameter("cpu", HEADS)
-    wanted = torch.autograd.grad(attention(*tensors, **_alibi(slopes)).sum(), slopes)
-    assert_equal(torch.func.grad(lambda x: attention(*tensors, **_alibi(x)).sum())(slopes.detach()), wanted)
+    expected = torch.autograd.grad(attention(*tensors, **_alibi(slopes)).sum(), slopes)
+    assert_equal(torch.func.grad(lambda x: attention(*tensors, **_alibi(x)).sum())(slopes.detach()), expected)
     q = tensors[0].requires_grad_()
     attention(*tensors, **_alibi(slopes.detach())).sum().backward()
     assert q.grad is not None
@@ -166,22 +166,22 @@ def test_functions_of_torch_func() -> None:
     def value(q: Any, slopes: Any) -> Any:
         return loss(*with_lse(q, k, v, bias=slopes[:, None, None] * k.new_ones(KEYS), **_alibi(slopes)))
 
-    found = torch.func.grad(value, argnums=(0, 1))(q, slopes)
+    grads = torch.func.grad(value, argnums=(0, 1))(q, slopes)
     leaves = q.requires_grad_(), slopes.requires_grad_()
-    assert_close(found, torch.autograd.grad(value(*leaves), leaves))
+    assert_close(grads, torch.autograd.grad(value(*leaves), leaves))
 
 
 def test_what_autograd_keeps_are_saved_tensors() -> None:
     tensors, logs = random_qkv("cpu"), parameter("cpu", HEADS)
     slopes = logs.exp()
-    kept = weakref.ref(slopes)
+    slopes_ref = weakref.ref(slopes)
     out = attention(*tensors, **_alibi(slopes))
     del slopes
-    assert kept() is not None
+    assert slopes_ref() is not None
     grad_fn = out.grad_fn
     out.sum().backward()
     gc.collect()
-    assert kept() is None
+    assert slopes_ref() is None
     assert grad_fn is not None
 
 
@@ -204,23 +204,23 @@ def test_under_autocast() -> None:
 
 def test_what_is_refused() -> None:
     tensors, slopes = random_qkv("cpu"), parameter("cpu", HEADS)
-    given = _alibi(slopes)
+    kwargs = _alibi(slopes)
     with pytest.raises(UnsupportedError, match="under vmap"):
-        torch.vmap(lambda x: attention(x, *tensors[1:], **given))(torch.stack([tensors[0]] * 2))
+        torch.vmap(lambda x: attention(x, *tensors[1:], **kwargs))(torch.stack([tensors[0]] * 2))
     mapped = torch.vmap(torch.func.grad(lambda x: attention(x, *tensors[1:], dropout_p=0.5).sum()))
     with pytest.raises(UnsupportedError, match="dropout_p under vmap"):
         mapped(torch.stack([tensors[0]] * 2))
     with pytest.raises(UnsupportedError, match="forward-mode"):
-        torch.func.jvp(lambda x: attention(x, *tensors[1:], **given), tensors[:1], tensors[:1])
-    (found,) = torch.autograd.grad(attention(*tensors, **given).sum(), slopes, create_graph=True)
+        torch.func.jvp(lambda x: attention(x, *tensors[1:], **kwargs), tensors[:1], tensors[:1])
+    (grad,) = torch.autograd.grad(attention(*tensors, **kwargs).sum(), slopes, create_graph=True)
     with pytest.raises(UnsupportedError, match="no second derivative"):
-        found.sum().backward()
+        grad.sum().backward()
     with pytest.raises(UnsupportedError, match=r"functionalize"):
-        torch.func.functionalize(lambda x: attention(x, *tensors[1:], **given))(tensors[0])
+        torch.func.functionalize(lambda x: attention(x, *tensors[1:], **kwargs))(tensors[0])
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(UnsupportedError, match="FakeTensor"):
-        attention(*map(mode.from_tensor, tensors), **given)
+        attention(*map(mode.from_tensor, tensors), **kwargs)
     with pytest.raises(ProblemError, match="bias is a ndarray; give a torch tensor"):
         attention(*tensors, bias=slopes.detach().numpy())
     with pytest.raises(ProblemError, match="numpy array, but q is a torch array"):
@@ -240,9 +240,9 @@ def test_a_seed_is_judged_also_where_nothing_is_dropped(device: str) -> None:
         "dropout_seed=True is a bool": True,
         "dropout_seed is on the device meta": torch.tensor(3, device="meta"),
     }
-    for given in ({}, {"sinks": torch.zeros(HEADS, device=device, dtype=q.dtype)}, {"dropout_p": np.float32(0)}):
-        plain = attention(q, k, v, **given)
-        of_seed = lambda seed, q, given=given: attention(q, k, v, dropout_seed=seed, **given)  # noqa: E731
+    for kwargs in ({}, {"sinks": torch.zeros(HEADS, device=device, dtype=q.dtype)}, {"dropout_p": np.float32(0)}):
+        plain = attention(q, k, v, **kwargs)
+        of_seed = lambda seed, q, kwargs=kwargs: attention(q, k, v, dropout_seed=seed, **kwargs)  # noqa: E731
         for seed in good:
             assert torch.equal(of_seed(seed, q), plain)
             torch.func.grad(lambda q, seed=seed, call=of_seed: call(seed, q).sum())(q)
@@ -278,11 +278,11 @@ def test_compiled_around(backend: str) -> None:
     device = "cpu" if backend == "aot_eager" else "cuda"
     model, tensors = Model(device), random_qkv(device)
     inputs = (*tensors, *model.parameters())
-    found = []
+    results = []
     for function in (model, torch.compile(model, backend=backend)):
         out = function(*tensors)
-        found.append([out, *torch.autograd.grad(out.sum(), inputs)])
-    assert_close(found[1], found[0])
+        results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    assert_close(results[1], results[0])
 
 
 def test_a_whole_graph_is_refused() -> None:
@@ -308,14 +308,14 @@ def test_graphs_replay_with_new_seeds() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
-    found = []
+    replays = []
     for seed in (7, 7, 8):
         torch.cuda.manual_seed(seed)
         graph.replay()
-        found.append([x.clone() for x in results])
-    assert torch.equal(found[0][0], found[1][0])
-    assert not torch.equal(found[0][0], found[2][0])
-    for x, y in zip(found[0], found[1], strict=True):
+        replays.append([x.clone() for x in results])
+    assert torch.equal(replays[0][0], replays[1][0])
+    assert not torch.equal(replays[0][0], replays[2][0])
+    for x, y in zip(replays[0], replays[1], strict=True):
         assert_close(x, y, 2e-2)
     graph.replay()
-    assert not torch.equal(results[0], found[2][0])
+    assert not torch.equal(results[0], replays[2][0])

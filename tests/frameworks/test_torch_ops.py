@@ -23,19 +23,19 @@ CACHE = Sequences("cache", (2,) * 3, (30,) * 3, "rectangle", "cache", dtype="flo
 
 def operands(case: Sequences, device: str, **more: Any) -> tuple[Any, ...]:
     """What the op takes."""
-    given = arguments_of(varlen_arrays(case).filled(0.0), device) | more
-    tensors = tuple(given.pop(name) for name in "qkv")
-    return *tensors, *Arguments.from_keywords(given, False)
+    keywords = arguments_of(varlen_arrays(case).filled(0.0), device) | more
+    tensors = tuple(keywords.pop(name) for name in "qkv")
+    return *tensors, *Arguments.from_keywords(keywords, False)
 
 
 @pytest.mark.parametrize("case", [USED, PAGED, CACHE], ids=lambda case: case.name)
 def test_the_ops_keep_the_rules_of_ops(case: Sequences, device: str) -> None:
-    given = operands(case, device, max_seqlen_k=40, num_splits=1)
-    torch.library.opcheck(torch.ops.cuflash.attention, given)
+    op_args = operands(case, device, max_seqlen_k=40, num_splits=1)
+    torch.library.opcheck(torch.ops.cuflash.attention, op_args)
     if case.has_gradients:
-        q, k, v, *rest = given
+        q, k, v, *rest = op_args
         torch.library.opcheck(torch.ops.cuflash.attention, (*(x.detach().requires_grad_() for x in (q, k, v)), *rest))
-        out, lse = torch.ops.cuflash.attention(*given)
+        out, lse = torch.ops.cuflash.attention(*op_args)
         arguments = Arguments(*rest).without_splits()
         for dlse in (None, lse):
             torch.library.opcheck(torch.ops.cuflash.attention_backward, (out, q, k, v, out, lse, dlse, *arguments))
@@ -44,9 +44,9 @@ def test_the_ops_keep_the_rules_of_ops(case: Sequences, device: str) -> None:
 def test_defaults_may_be_left_out_and_names_given(device: str) -> None:
     q, k, v, *rest = operands(USED, device)
     named = {name: x for name, x in zip(Arguments._fields, rest, strict=True) if x is not None}
-    wanted = torch.ops.cuflash.attention(q, k, v, *rest)
-    found = torch.ops.cuflash.attention(q, k, v, softmax_scale=None, diagonal_offset=None, **named)
-    assert all(map(torch.equal, found, wanted))
+    expected = torch.ops.cuflash.attention(q, k, v, *rest)
+    results = torch.ops.cuflash.attention(q, k, v, softmax_scale=None, diagonal_offset=None, **named)
+    assert all(map(torch.equal, results, expected))
 
 
 def test_the_op_refuses_gradients_of_cached_keys() -> None:
@@ -62,18 +62,18 @@ def test_a_number_of_numpy_is_a_number_when_compiled(name: str, kind: Any, devic
     if name == "diagonal_offset" and kind is not np.int32:
         kind = np.int64
     torch._dynamo.reset()
-    given = {name: kind(2)}
+    kwargs = {name: kind(2)}
 
     def call(*tensors: Any) -> Any:
-        return 2 * attention(*tensors, causal=True, **given)
+        return 2 * attention(*tensors, causal=True, **kwargs)
 
     q, k, v = (torch.randn(2, 7, 2, 16, device=device, dtype=torch.float16) for _ in range(3))
     plain = 2 * attention(q, k, v, causal=True, **{name: 2})
     for x in (q, q.clone().requires_grad_()):
-        found = torch.compile(call, backend="aot_eager")(x, k, v)
-        assert torch.equal(found, plain)
+        result = torch.compile(call, backend="aot_eager")(x, k, v)
+        assert torch.equal(result, plain)
         if x.requires_grad:
-            found.sum().backward()
+            result.sum().backward()
             assert x.grad is not None
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"number of NumPy.*give float\(\)"):
@@ -93,8 +93,8 @@ WRONG: dict[str, list[Any]] = {
 def test_what_is_no_number_is_told_as_in_eager_calls(name: str, value: Any) -> None:
     """The op's schema would refuse it in other words, or take it for a number."""
     q = torch.randn(1, 4, 2, 8)
-    given = {name: value} | ({"seqused_k": torch.tensor([4], dtype=torch.int32)} if name == "max_seqlen_k" else {})
-    calls = [lambda q: attention(q, q, q, **given), torch.func.functionalize(lambda q: attention(q, q, q, **given))]
+    kwargs = {name: value} | ({"seqused_k": torch.tensor([4], dtype=torch.int32)} if name == "max_seqlen_k" else {})
+    calls = [lambda q: attention(q, q, q, **kwargs), torch.func.functionalize(lambda q: attention(q, q, q, **kwargs))]
     recorded = []
     for call in calls:
         with pytest.raises(ProblemError, match=f"^{name}") as caught:
@@ -105,8 +105,8 @@ def test_what_is_no_number_is_told_as_in_eager_calls(name: str, value: Any) -> N
 
 def test_windows_may_be_of_numpys_integers_in_ops() -> None:
     q = torch.randn(1, 4, 2, 8)
-    found = torch.func.functionalize(lambda q: attention(q, q, q, window_size=(np.int64(1), None)))(q)
-    assert torch.equal(found, attention(q, q, q, window_size=(1, -1)))
+    result = torch.func.functionalize(lambda q: attention(q, q, q, window_size=(np.int64(1), None)))(q)
+    assert torch.equal(result, attention(q, q, q, window_size=(1, -1)))
 
 
 def counted(call: Any) -> int:

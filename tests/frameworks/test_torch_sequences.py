@@ -37,9 +37,9 @@ def each(cases: list[Sequences]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def called(given: Any, device: str, *, grad: bool = True, **more: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+def called(inputs: Any, device: str, *, grad: bool = True, **more: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     """out, lse and the leaves of a call."""
-    arguments = arguments_of(given, device, grad=grad) | more
+    arguments = arguments_of(inputs, device, grad=grad) | more
     leaves = tuple(arguments.pop(name) for name in "qkv")
     return *attention(*leaves, return_lse=True, **arguments), leaves
 
@@ -47,25 +47,25 @@ def called(given: Any, device: str, *, grad: bool = True, **more: Any) -> tuple[
 @each([*WITH_GRADIENTS, *CACHED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None:
-    given = varlen_arrays(replace(case, dtype=dtype))
-    out, lse, leaves = called(given, device, grad=case.has_gradients)
-    assert_sequences(given, out, lse)
+    inputs = varlen_arrays(replace(case, dtype=dtype))
+    out, lse, leaves = called(inputs, device, grad=case.has_gradients)
+    assert_sequences(inputs, out, lse)
     if case.has_gradients:
-        assert_pulled_sequences(given, out, lse, leaves)
+        assert_pulled_sequences(inputs, out, lse, leaves)
 
 
 @pytest.mark.drawn(20)
 def test_gradients_of_drawn_problems(seed: int, device: str) -> None:
-    given = varlen_arrays(drawn(seed, gradients=True), seed)
-    assert_pulled_sequences(given, *called(given, device))
-    given = varlen_arrays(drawn(seed), seed)
-    assert_sequences(given, *called(given, device, grad=False)[:2])
+    inputs = varlen_arrays(drawn(seed, gradients=True), seed)
+    assert_pulled_sequences(inputs, *called(inputs, device))
+    inputs = varlen_arrays(drawn(seed), seed)
+    assert_sequences(inputs, *called(inputs, device, grad=False)[:2])
 
 
 @each(WITH_GRADIENTS)
 def test_numerical_gradients(case: Sequences) -> None:
-    given = varlen_arrays(replace(case, dtype="float64", dims=(3, 2), heads=(2, 1))).filled(0.0)
-    arguments = arguments_of(given, grad=True)
+    inputs = varlen_arrays(replace(case, dtype="float64", dims=(3, 2), heads=(2, 1))).filled(0.0)
+    arguments = arguments_of(inputs, grad=True)
     leaves = tuple(arguments.pop(name) for name in "qkv")
 
     def used(*leaves: Any) -> tuple[Any, Any]:
@@ -80,12 +80,12 @@ def test_compiled_is_eager(case: Sequences, device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for seed in range(2):
-        given = varlen_arrays(replace(case, dtype="float32"), seed)
-        arguments = arguments_of(given, device, grad=case.has_gradients)
-        found = compiled(**arguments, return_lse=True)
-        assert_equal([x.detach() for x in found], [x.detach() for x in attention(**arguments, return_lse=True)])
+        inputs = varlen_arrays(replace(case, dtype="float32"), seed)
+        arguments = arguments_of(inputs, device, grad=case.has_gradients)
+        results = compiled(**arguments, return_lse=True)
+        assert_equal([x.detach() for x in results], [x.detach() for x in attention(**arguments, return_lse=True)])
         if case.has_gradients:
-            assert_pulled_sequences(given, *found, tuple(arguments[name] for name in "qkv"))
+            assert_pulled_sequences(inputs, *results, tuple(arguments[name] for name in "qkv"))
 
 
 def test_one_graph_trains_a_layer_on_packed_rows_of_any_lengths(device: str) -> None:
@@ -104,11 +104,11 @@ def test_one_graph_trains_a_layer_on_packed_rows_of_any_lengths(device: str) -> 
     for bounds in ([0, 5, 5, 17, 30], [0, 1, 12, 13, 20], [0, 3, 6, 25, 41]):
         x = torch.randn(bounds[-1], 32, generator=generator).to(device)
         varlen_args = torch.tensor(bounds, dtype=torch.int32, device=device), max(np.diff(bounds).tolist())
-        found, wanted = (
+        results, expected = (
             [out, *torch.autograd.grad(out.square().sum(), weights)]
             for out in (f(x, *varlen_args) for f in (compiled, layer))
         )
-        for got, plain in zip(found, wanted, strict=True):
+        for got, plain in zip(results, expected, strict=True):
             torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4 * float(plain.detach().abs().max()))
         compilations.add(counter.frame_count)
     assert len(compilations) == 1, "the first call compiles for all lengths"
@@ -116,11 +116,11 @@ def test_one_graph_trains_a_layer_on_packed_rows_of_any_lengths(device: str) -> 
 
 @each(WITH_GRADIENTS)
 def test_pulled_back_by_function_transforms(case: Sequences, device: str) -> None:
-    given = varlen_arrays(replace(case, dtype="float32"))
-    arguments = arguments_of(given, device)
+    inputs = varlen_arrays(replace(case, dtype="float32"))
+    arguments = arguments_of(inputs, device)
     leaves = tuple(arguments.pop(name) for name in "qkv")
     (out, lse), pull = torch.func.vjp(lambda *x: attention(*x, return_lse=True, **arguments), *leaves)
-    check_gradients(given, [in_numpy(x) for x in pull(upstream_of(given, out, lse))])
+    check_gradients(inputs, [in_numpy(x) for x in pull(upstream_of(inputs, out, lse))])
 
 
 @each([*WITH_GRADIENTS, *CACHED])
@@ -155,37 +155,37 @@ def test_cached_keys_have_no_gradients(case: Sequences, device: str) -> None:
 
 @each([*WITH_GRADIENTS, *CACHED])
 def test_keys_in_splits_and_repeatable_gradients(case: Sequences, device: str) -> None:
-    given = varlen_arrays(replace(case, dtype="float32"))
+    inputs = varlen_arrays(replace(case, dtype="float32"))
     for more in ({"num_splits": 2}, {"split_size": 128}, {"num_splits": 1, "split_size": 256}):
-        out, lse, leaves = called(given, device, grad=case.has_gradients, deterministic=True, **more)
-        assert_sequences(given, out, lse)
+        out, lse, leaves = called(inputs, device, grad=case.has_gradients, deterministic=True, **more)
+        assert_sequences(inputs, out, lse)
         if case.has_gradients:
-            assert_pulled_sequences(given, out, lse, leaves)
+            assert_pulled_sequences(inputs, out, lse, leaves)
 
 
 def test_dense_calls_take_splits_too(device: str) -> None:
     q, k, v = (torch.randn(2, n, 2, 16, device=device, requires_grad=True) for n in (5, 300, 300))
-    wanted = attention(q, k, v)
-    (slope,) = torch.autograd.grad(wanted.sum(), k)
+    expected = attention(q, k, v)
+    (slope,) = torch.autograd.grad(expected.sum(), k)
     torch._dynamo.reset()
     for call in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
-        found = call(q, k, v, split_size=128, num_splits=2)
-        assert torch.allclose(found, wanted, atol=1e-5)
-        assert torch.allclose(torch.autograd.grad(found.sum(), k)[0], slope, atol=1e-5)
+        result = call(q, k, v, split_size=128, num_splits=2)
+        assert torch.allclose(result, expected, atol=1e-5)
+        assert torch.allclose(torch.autograd.grad(result.sum(), k)[0], slope, atol=1e-5)
     each_of = torch.vmap(lambda x: attention(x, k, v, num_splits=2))(torch.stack([q, -q]))
-    assert torch.allclose(each_of[0], wanted, atol=1e-5)
+    assert torch.allclose(each_of[0], expected, atol=1e-5)
 
 
 def test_checkpoints_and_autocast(device: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    given = varlen_arrays(replace(PACKED, dtype="bfloat16"))
-    arguments = arguments_of(given, device, grad=True)
+    inputs = varlen_arrays(replace(PACKED, dtype="bfloat16"))
+    arguments = arguments_of(inputs, device, grad=True)
     wide = {name: arguments[name].detach().float().requires_grad_() for name in "qkv"}
     leaves = tuple(arguments[name] for name in "qkv")
-    assert_pulled_sequences(given, *checkpoint(attention, use_reentrant=False, return_lse=True, **arguments), leaves)
+    assert_pulled_sequences(inputs, *checkpoint(attention, use_reentrant=False, return_lse=True, **arguments), leaves)
     with torch.autocast(device, torch.bfloat16):
-        assert_sequences(given, *attention(**arguments | wide, return_lse=True))
+        assert_sequences(inputs, *attention(**arguments | wide, return_lse=True))
 
 
 def test_lengths_that_change_after_the_call_are_seen_by_autograd() -> None:

@@ -50,8 +50,8 @@ def test_generation_equals_eager_and_sdpa_token_by_token(name: str, device: str,
     (tokens, scores), *peers = (generate(model, IDS.to(device), length=length) for model in models)
     assert calls == {"cuflash": 2 * length, "sdpa": 0}
     assert len(set(tokens[:, 11:].flatten().tolist())) > 4
-    assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
-    close(scores, *(wanted for _, wanted in peers))
+    assert all(torch.equal(tokens, expected) for expected, _ in peers)
+    close(scores, *(expected for _, expected in peers))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,8 +63,8 @@ def test_a_batch_padded_on_the_left_equals_eager_and_its_rows_alone(name: str, c
     assert calls == {"cuflash": 2 * 24, "sdpa": 0}
     if name != "gemma2":  # whose eager attention gives NaN in float64 where a query sees no key
         peers = [generate(peer, ids, attention_mask=mask) for peer in (exact_model(name), model_of(name, "eager"))]
-        assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
-        close(scores, *(wanted for _, wanted in peers))
+        assert all(torch.equal(tokens, expected) for expected, _ in peers)
+        close(scores, *(expected for _, expected in peers))
     for row, begin in ((0, 4), (1, 0)):
         alone, _ = generate(model, ids[row : row + 1, begin:])
         assert torch.equal(alone[0], tokens[row, begin:])
@@ -81,8 +81,8 @@ def test_a_static_cache_equals_eager(name: str, compiled: bool, calls: dict[str,
     tokens, scores = generate(model_of(name, "cuflash"), IDS, cache_implementation="static", **settings)
     assert calls["sdpa"] == 0
     peers = [generate(model, IDS) for model in (exact_model(name), model_of(name, "eager"))]
-    assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
-    close(scores, *(wanted for _, wanted in peers))
+    assert all(torch.equal(tokens, expected) for expected, _ in peers)
+    close(scores, *(expected for _, expected in peers))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -131,17 +131,17 @@ def test_a_training_step_is_as_exact_as_eager(name: str, device: str, dtype: Any
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_masks_that_are_not_of_one_causal_sequence(name: str, calls: dict[str, int]) -> None:
     rows, keys = torch.arange(11)[:, None], torch.arange(11)
-    seen = (keys <= rows) & (keys % 3 != 1) | (keys == rows)
+    visible = (keys <= rows) & (keys % 3 != 1) | (keys == rows)
     between = torch.ones_like(IDS)
     between[1, 4:7] = 0
-    for given in ({"attention_mask": seen.expand(2, 1, 11, 11)}, {"attention_mask": between}):
+    for kwargs in ({"attention_mask": visible.expand(2, 1, 11, 11)}, {"attention_mask": between}):
         calls.update(cuflash=0, sdpa=0)
         with torch.no_grad():
-            got, wanted = (model_of(name, which)(IDS, **given).logits for which in ("cuflash", "sdpa"))
-            exact = exact_model(name)(IDS, **given).logits
+            got, expected = (model_of(name, which)(IDS, **kwargs).logits for which in ("cuflash", "sdpa"))
+            exact = exact_model(name)(IDS, **kwargs).logits
         assert calls == {"cuflash": 2, "sdpa": 0}
-        kept = torch.ones_like(between) if given["attention_mask"].dim() == 4 else between
-        close(*(x[kept.bool()] for x in (got, exact, wanted)))
+        valid = torch.ones_like(between) if kwargs["attention_mask"].dim() == 4 else between
+        close(*(x[valid.bool()] for x in (got, exact, expected)))
 
 
 @pytest.mark.parametrize("chunk", [4, 40])
@@ -167,15 +167,15 @@ def test_models_that_are_not_causal_equal_sdpa(calls: dict[str, int]) -> None:
 
 
 def test_tensors_are_handed_over_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+    views: list[Any] = []
     attention = bridge.attention
-    monkeypatch.setattr(bridge, "attention", lambda *x, **given: (seen.extend(x), attention(*x, **given))[1])
-    given = heads()
-    out, weights = bridge.cuflash_attention_forward(layer(), *given, None, scaling=0.5, sliding_window=3)
+    monkeypatch.setattr(bridge, "attention", lambda *x, **kwargs: (views.extend(x), attention(*x, **kwargs))[1])
+    inputs = heads()
+    out, weights = bridge.cuflash_attention_forward(layer(), *inputs, None, scaling=0.5, sliding_window=3)
     assert weights is None
     assert out.shape == (2, 6, 4, 8)
     assert out.is_contiguous()
-    for view, tensor in zip(seen, given, strict=True):
+    for view, tensor in zip(views, inputs, strict=True):
         assert view.data_ptr() == tensor.data_ptr()
         assert view.shape == (tensor.shape[0], tensor.shape[2], tensor.shape[1], 8)
 
@@ -184,15 +184,15 @@ def test_a_single_query_sees_its_window_of_the_cache() -> None:
     query, key, value = heads(1, 9)
     for window, begin in ((None, 0), (9, 0), (4, 5), (1, 8)):
         out, _ = bridge.cuflash_attention_forward(layer(), query, key, value, None, sliding_window=window)
-        seen = [x.transpose(1, 2) for x in (query, key[:, :, begin:], value[:, :, begin:])]
-        assert_results(seen, out)
+        views = [x.transpose(1, 2) for x in (query, key[:, :, begin:], value[:, :, begin:])]
+        assert_results(views, out)
 
 
 PACKED = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 6, 12], dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("kwargs", "words"),
     [
         ({"output_attentions": True}, "output_attentions=True.*eager"),
         ({"position_bias": torch.ones(1, 4, 6, 6), **PACKED}, "position_bias, or"),
@@ -201,9 +201,9 @@ PACKED = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 6, 1
     ],
     ids=lambda x: "_".join(x) if isinstance(x, dict) else "",
 )
-def test_what_is_not_offered_is_refused(given: dict[str, Any], words: str) -> None:
+def test_what_is_not_offered_is_refused(kwargs: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        bridge.cuflash_attention_forward(layer(), *heads(), **({"attention_mask": None} | given))
+        bridge.cuflash_attention_forward(layer(), *heads(), **({"attention_mask": None} | kwargs))
 
 
 def test_what_could_be_read_in_two_ways_is_refused() -> None:
@@ -257,22 +257,22 @@ def test_a_window_of_no_keys_is_none() -> None:
     torch.manual_seed(0)
     model = transformers.Qwen2MoeForCausalLM._from_config(config, attn_implementation="sdpa").eval()
     with torch.no_grad():
-        wanted = model(IDS).logits
+        expected = model(IDS).logits
         model.set_attn_implementation("cuflash")
-        torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_takes_the_name_for_flash_attns_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     """As SigLIP does in transformers 4.57, which then leaves the padding mask out."""
     (tmp_path / "modeling_own.py").write_text(
-        "from transformers import LlamaForCausalLM\n\n\nclass Own(LlamaForCausalLM):\n    def of_flash(self):\n"
+        "from transformers import LlamaForCausalLM\n\n\nclass Custom(LlamaForCausalLM):\n    def of_flash(self):\n"
         '        return "flash" in self.config._attn_implementation\n'
     )
     monkeypatch.syspath_prepend(tmp_path)
-    model_class = importlib.import_module("modeling_own").Own
+    model_class = importlib.import_module("modeling_own").Custom
     config = transformers.LlamaConfig(**SIZES)
     assert not model_class._from_config(config, attn_implementation="sdpa").of_flash()
-    with pytest.raises(UnsupportedError, match=r'Own takes every name with "flash" in it.*sdpa'):
+    with pytest.raises(UnsupportedError, match=r'Custom takes every name with "flash" in it.*sdpa'):
         model_class._from_config(config, attn_implementation="cuflash")
 
 
@@ -292,12 +292,12 @@ def test_registering_again_and_switching_change_nothing() -> None:
     bridge.register()
     model = model_of("llama", "cuflash")
     with torch.no_grad():
-        wanted = model(IDS).logits
+        expected = model(IDS).logits
         if hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation("eager")
             assert torch.equal(model(IDS).logits, model_of("llama", "eager")(IDS).logits)
             model.set_attn_implementation("cuflash")
-            assert torch.equal(model(IDS).logits, wanted)
+            assert torch.equal(model(IDS).logits, expected)
     requested = getattr(transformers.utils.generic, "is_flash_attention_requested", None)
     if requested is not None:
         assert not requested(model.config)

@@ -74,21 +74,21 @@ def test_a_mask_function_of_a_model(calls: dict[str, int]) -> None:
     config = model_of("gemma3", "cuflash").config
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1]])
     embedded = torch.zeros(2, 11, 32)
-    given = heads(11, 11)
+    inputs = heads(11, 11)
     for create in (
         transformers.masking_utils.create_causal_mask,
         transformers.masking_utils.create_sliding_window_causal_mask,
     ):
         mask = create(config, embedded, BETWEEN, None, block_sequence_ids=blocks)
         assert isinstance(mask, SequenceMask)
-        out, _ = bridge.cuflash_attention_forward(layer(), *given, mask, softcap=3.0)
-        tensor, _ = bridge.cuflash_attention_forward(layer(), *given, mask.whole(), softcap=3.0)
+        out, _ = bridge.cuflash_attention_forward(layer(), *inputs, mask, softcap=3.0)
+        tensor, _ = bridge.cuflash_attention_forward(layer(), *inputs, mask.whole(), softcap=3.0)
         torch.testing.assert_close(out, tensor)
         if create is transformers.masking_utils.create_causal_mask:
-            seen = torch.ones(11, 11, dtype=torch.bool).tril() | (
+            visible = torch.ones(11, 11, dtype=torch.bool).tril() | (
                 (blocks[:, :, None] == blocks[:, None]) & (blocks[:, :, None] >= 0)
             )
-            assert torch.equal(mask.whole()[:, 0], seen & BETWEEN[:, None].bool())
+            assert torch.equal(mask.whole()[:, 0], visible & BETWEEN[:, None].bool())
     assert calls == {"cuflash": 4, "sdpa": 0}
 
 
@@ -96,7 +96,7 @@ def test_a_mask_function_of_a_model(calls: dict[str, int]) -> None:
 def test_a_function_that_cannot_be_traced_becomes_a_tensor(
     calls: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, given = model_of("llama", "cuflash").config, heads(11, 11)
+    config, inputs = model_of("llama", "cuflash").config, heads(11, 11)
 
     def odd(b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.stack([q, k]).sum(0) % 2 == 0 if isinstance(q, torch.Tensor) else open("/dev/null")
@@ -105,13 +105,13 @@ def test_a_function_that_cannot_be_traced_becomes_a_tensor(
     mask = transformers.masking_utils.create_causal_mask(config, embedded, ONES, None, or_mask_function=odd)
     if not isinstance(mask, SequenceMask):
         pytest.skip("this transformers makes such masks in another way")
-    seen = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(1)) > 0.5
-    mask._make = lambda: seen
+    visible = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(1)) > 0.5
+    mask._make = lambda: visible
     with caplog.at_level(logging.DEBUG, "cuflash"):
-        out, _ = bridge.cuflash_attention_forward(layer(), *given, mask)
+        out, _ = bridge.cuflash_attention_forward(layer(), *inputs, mask)
     assert "cannot be traced" in caplog.text
-    wanted, _ = bridge.cuflash_attention_forward(layer(), *given, seen)
-    assert torch.equal(out, wanted)
+    expected, _ = bridge.cuflash_attention_forward(layer(), *inputs, visible)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("mask", [ONES, BETWEEN, LEFT], ids=["no", "between", "left"])
@@ -139,10 +139,10 @@ def test_sinks(mask: Any, calls: dict[str, int]) -> None:
 
 
 def test_sinks_of_single_queries() -> None:
-    given = heads()
+    inputs = heads()
     sinks = torch.randn(2, 4, 6, 1, generator=torch.Generator().manual_seed(2))
-    out, _ = bridge.cuflash_attention_forward(layer(), *given, None, sinks=sinks)
-    q, k, v = given
+    out, _ = bridge.cuflash_attention_forward(layer(), *inputs, None, sinks=sinks)
+    q, k, v = inputs
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
     weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
@@ -156,8 +156,8 @@ def test_biases_of_positions(mask: Any, calls: dict[str, int]) -> None:
         relative_attention_num_buckets=8, relative_attention_max_distance=16, dropout_rate=0.0,
         pad_token_id=0, decoder_start_token_id=0,
     )  # fmt: skip
-    given = {"attention_mask": mask, "decoder_input_ids": IDS[:, :7]}
-    as_exact_as("eager", transformers.T5ForConditionalGeneration, config, **given)
+    kwargs = {"attention_mask": mask, "decoder_input_ids": IDS[:, :7]}
+    as_exact_as("eager", transformers.T5ForConditionalGeneration, config, **kwargs)
     assert calls == {"cuflash": 6, "sdpa": 0}
     gradients = []
     for implementation, dtype in (("cuflash", torch.float32), ("eager", torch.float64), ("eager", torch.float32)):
@@ -172,15 +172,15 @@ def test_biases_of_positions(mask: Any, calls: dict[str, int]) -> None:
 
 
 def test_masks_of_floats_and_bools_beside_a_bias() -> None:
-    given, generator = heads(), torch.Generator().manual_seed(5)
+    inputs, generator = heads(), torch.Generator().manual_seed(5)
     bias = torch.randn(1, 4, 6, 6, generator=generator)
-    seen = torch.rand(2, 1, 6, 8, generator=generator) > 0.4
-    seen[..., 0] = True
-    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    wanted = attention(*(x.transpose(1, 2) for x in given), bias=bias + added[..., :6])
-    for mask in (seen, added):
-        out, _ = bridge.cuflash_attention_forward(layer(), *given, mask, position_bias=bias)
-        torch.testing.assert_close(out, wanted)
+    visible = torch.rand(2, 1, 6, 8, generator=generator) > 0.4
+    visible[..., 0] = True
+    added = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    expected = attention(*(x.transpose(1, 2) for x in inputs), bias=bias + added[..., :6])
+    for mask in (visible, added):
+        out, _ = bridge.cuflash_attention_forward(layer(), *inputs, mask, position_bias=bias)
+        torch.testing.assert_close(out, expected)
 
 
 def test_dropout(calls: dict[str, int]) -> None:
@@ -212,26 +212,26 @@ def test_dropout(calls: dict[str, int]) -> None:
 @torch.no_grad()
 def test_layers_that_are_compiled_one_by_one(mask: Any) -> None:
     model = model_of("llama", "cuflash")
-    wanted = model(IDS, attention_mask=mask, use_cache=False).logits
+    expected = model(IDS, attention_mask=mask, use_cache=False).logits
     for each in model.model.layers:
         each.compile(backend="eager")
     got = model(IDS, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
 
 
 @torch.no_grad()
 def test_softcap_with_a_mask_in_a_compiled_model() -> None:
     model = model_of("gemma2", "cuflash")
-    wanted = model(IDS, attention_mask=BETWEEN, use_cache=False).logits
+    expected = model(IDS, attention_mask=BETWEEN, use_cache=False).logits
     got = torch.compile(model, backend="eager")(IDS, attention_mask=BETWEEN, use_cache=False).logits
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
 
 
 @torch.no_grad()
 def test_a_function_is_traced_once_for_all_prompts(calls: dict[str, int]) -> None:
-    made: list[Any] = []
+    masks: list[Any] = []
     make = bridge.cuflash_mask
-    bridge.cuflash_mask = lambda **given: made.append(make(**given)) or made[-1]
+    bridge.cuflash_mask = lambda **kwargs: masks.append(make(**kwargs)) or masks[-1]
     try:
         bridge.register()
         model = model_of("llama", "cuflash")
@@ -240,6 +240,6 @@ def test_a_function_is_traced_once_for_all_prompts(calls: dict[str, int]) -> Non
     finally:
         bridge.cuflash_mask = make
         bridge.register()
-    graphs = [mask.as_function(4)["block_mask"].graph for mask in made]
+    graphs = [mask.as_function(4)["block_mask"].graph for mask in masks]
     assert graphs[0].digest == graphs[1].digest
-    assert [mask.as_function(4) for mask in made] == [mask.as_function(4) for mask in made], "layers share one"
+    assert [mask.as_function(4) for mask in masks] == [mask.as_function(4) for mask in masks], "layers share one"

@@ -54,15 +54,15 @@ class Kernel:
 
 
 def called(
-    given: VarlenArrays, device: str, *, grad: bool = False, out: Any = None, **more: Any
+    inputs: VarlenArrays, device: str, *, grad: bool = False, out: Any = None, **more: Any
 ) -> tuple[Any, Any, Any]:
     """out, lse and the leaves of a call of PyTorch's function."""
-    arguments, of = arguments_of(given, device, grad=grad), given.sequences
+    arguments, case = arguments_of(inputs, device, grad=grad), inputs.sequences
     leaves = tuple(arguments[name] for name in "qkv")
-    lengths = max(of.queries), max(of.keys)
+    lengths = max(case.queries), max(case.keys)
     keywords = {
-        "scale": of.softmax_scale,
-        "window_size": (-1, 0) if of.causal else of.window_size,
+        "scale": case.softmax_scale,
+        "window_size": (-1, 0) if case.causal else case.window_size,
         "seqused_k": arguments.get("seqused_k"),
         "block_table": arguments.get("page_table"),
         "return_aux": varlen.AuxRequest(lse=True),
@@ -77,53 +77,53 @@ def called(
 @pytest.mark.parametrize("case", [PACKED, CAUSAL, WINDOW, USED, PAGED], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None:
-    given = varlen_arrays(replace(case, dtype=dtype))
+    inputs = varlen_arrays(replace(case, dtype=dtype))
     trains = case.has_gradients and not case.used_k  # PyTorch has no gradients with used lengths
-    out, lse, leaves = called(given, device, grad=trains)
-    assert_sequences(given, out, lse)
+    out, lse, leaves = called(inputs, device, grad=trains)
+    assert_sequences(inputs, out, lse)
     if trains:
-        found = torch.autograd.grad((out.float() ** 2).sum(), leaves)
-        arguments = arguments_of(given, device, grad=True)
+        grads = torch.autograd.grad((out.float() ** 2).sum(), leaves)
+        arguments = arguments_of(inputs, device, grad=True)
         plain = [arguments[name] for name in "qkv"]
-        wanted = torch.autograd.grad((attention(**arguments).float() ** 2).sum(), plain)
-        for x, y in zip(found, wanted, strict=True):
+        expected = torch.autograd.grad((attention(**arguments).float() ** 2).sum(), plain)
+        for x, y in zip(grads, expected, strict=True):
             torch.testing.assert_close(x, y)
-    assert_sequences(given, *(x.detach() for x in called(given, device, num_splits=2)[:2]))
+    assert_sequences(inputs, *(x.detach() for x in called(inputs, device, num_splits=2)[:2]))
 
 
 def test_gradients_are_those_of_float64(device: str) -> None:
-    given = varlen_arrays(CAUSAL)
-    arguments = arguments_of(given, device)
+    inputs = varlen_arrays(CAUSAL)
+    arguments = arguments_of(inputs, device)
     bounds, lengths = [arguments[f"cu_seqlens_{side}"] for side in "qk"], (17, 17)
     q, k, v = (arguments[name] for name in "qkv")
     out, lse, *state, mask = OPS._flash_attention_forward(q, k, v, *bounds, *lengths, 0.0, True, False, scale=0.3)
     assert ([x.shape for x in state], mask.numel()) == ([(2,), ()], 0)
     assert all(x.dtype == torch.uint64 for x in state)
 
-    dout = torch_of(upstream(given)[0], device)[0]
-    found = OPS._flash_attention_backward(dout, q, k, v, out, lse, *bounds, *lengths, 0.0, True, *state, scale=0.3)
-    check_gradients(given, [in_numpy(x) for x in found], dlse=False)
+    dout = torch_of(upstream(inputs)[0], device)[0]
+    grads = OPS._flash_attention_backward(dout, q, k, v, out, lse, *bounds, *lengths, 0.0, True, *state, scale=0.3)
+    check_gradients(inputs, [in_numpy(x) for x in grads], dlse=False)
 
 
 def test_an_out_that_is_given_keeps_rows_of_no_sequence(device: str) -> None:
-    given = varlen_arrays(CAUSAL)
-    target = torch.full_like(arguments_of(given, device)["q"].detach(), 7.0)
-    out, lse, _ = called(given, device, out=target)
+    inputs = varlen_arrays(CAUSAL)
+    target = torch.full_like(arguments_of(inputs, device)["q"].detach(), 7.0)
+    out, lse, _ = called(inputs, device, out=target)
     assert out.data_ptr() == target.data_ptr()
-    unused = torch.from_numpy(given.unused("q")[0]).to(device)
+    unused = torch.from_numpy(inputs.unused("q")[0]).to(device)
     assert (out[unused] == 7.0).all()
-    assert_sequences(given, out.masked_fill(unused[:, None, None], 0.0), lse)
+    assert_sequences(inputs, out.masked_fill(unused[:, None, None], 0.0), lse)
 
 
 def test_bounds_beside_a_table_tell_lengths(device: str) -> None:
-    given = varlen_arrays(PAGED)
-    arguments = arguments_of(given, device)
+    inputs = varlen_arrays(PAGED)
+    arguments = arguments_of(inputs, device)
     bounds = torch.nn.functional.pad(arguments["seqused_k"].cumsum(0, dtype=torch.int32), (1, 0))
     q, k, v = (arguments[name] for name in "qkv")
     out, lse, *_ = OPS._flash_attention_forward(
         q, k, v, arguments["cu_seqlens_q"], bounds, 20, 64, 0.0, True, False, block_table=arguments["page_table"]
     )
-    assert_sequences(given, out, lse)
+    assert_sequences(inputs, out, lse)
 
 
 def test_dense_calls_of_the_same_op(device: str) -> None:
@@ -140,14 +140,14 @@ def test_results_have_the_strides_of_their_operands(device: str) -> None:
     bounds = torch.tensor([0, 8, 20], dtype=torch.int32, device=device)
     out, lse, *state, _ = OPS._flash_attention_forward(q, k, v, bounds, bounds, 12, 12, 0.0, True, False)
     assert out.stride() == torch.empty_like(q).stride() != (64, 16, 1)
-    found = OPS._flash_attention_backward(out, q, k, v, out, lse, bounds, bounds, 12, 12, 0.0, True, *state)
-    assert [x.stride() for x in found] == [torch.empty_like(x).stride() for x in (q, k, v)]
+    grads = OPS._flash_attention_backward(out, q, k, v, out, lse, bounds, bounds, 12, 12, 0.0, True, *state)
+    assert [x.stride() for x in grads] == [torch.empty_like(x).stride() for x in (q, k, v)]
 
 
 def test_compiled_whole_with_gradients(device: str) -> None:
     torch._dynamo.reset()
-    given = varlen_arrays(CAUSAL)
-    arguments = arguments_of(given, device, grad=True)
+    inputs = varlen_arrays(CAUSAL)
+    arguments = arguments_of(inputs, device, grad=True)
     leaves = tuple(arguments[name] for name in "qkv")
     bounds = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
 
@@ -155,8 +155,8 @@ def test_compiled_whole_with_gradients(device: str) -> None:
         return varlen.varlen_attn(*leaves, *bounds, 17, 17, scale=0.3, window_size=(-1, 0), enable_gqa=True) * 2
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    found, wanted = ([f(*leaves), *torch.autograd.grad(f(*leaves).float().sum(), leaves)] for f in (compiled, call))
-    for x, y in zip(found, wanted, strict=True):
+    results, expected = ([f(*leaves), *torch.autograd.grad(f(*leaves).float().sum(), leaves)] for f in (compiled, call))
+    for x, y in zip(results, expected, strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -164,8 +164,8 @@ def test_what_is_refused_and_what_is_pytorchs_own(device: str) -> None:
     q, k, v = (x.detach() for x in dense(device, torch.float16, dim=16))
     places = None, None, 9, 12
     slopes = torch.ones(4, device=device)
-    found = OPS._flash_attention_forward(q, k, v, *places, 0.0, True, False, alibi_slopes=slopes)[0]
-    assert_equal(found, attention(q, k, v, causal=True, score_mod=mods.alibi(slopes)))
+    result = OPS._flash_attention_forward(q, k, v, *places, 0.0, True, False, alibi_slopes=slopes)[0]
+    assert_equal(result, attention(q, k, v, causal=True, score_mod=mods.alibi(slopes)))
     with pytest.raises(UnsupportedError, match="alibi_slopes and gradients"):
         OPS._flash_attention_forward(q.detach().requires_grad_(), k, v, *places, 0.0, True, False, alibi_slopes=slopes)
     with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1.*give 0\.0 and False"):
