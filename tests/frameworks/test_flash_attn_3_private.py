@@ -34,10 +34,8 @@ def test_dense(mask: dict[str, Any], device: str) -> None:
     assert [x.numel() for x in rest] == [0, 0]
     causal = options.pop("causal", False)
     targets, dout = tuple(torch.full_like(x, torch.nan) for x in tensors), out.cos()
-    targets_by_name = dict(zip(("dq", "dk", "dv"), targets, strict=True))
-    rest = fa3._flash_attn_backward(
-        dout, q, k, v, out, lse, **targets_by_name, is_causal=causal, deterministic=True, **options
-    )
+    grads = dict(zip(("dq", "dk", "dv"), targets, strict=True))
+    rest = fa3._flash_attn_backward(dout, q, k, v, out, lse, **grads, is_causal=causal, deterministic=True, **options)
     assert (rest.numel(), rest.dtype) == (0, torch.float32)
     assert_pulled(targets, tensors, dout, **mask)
 
@@ -54,8 +52,8 @@ def test_packed(used: bool, device: str) -> None:
     assert_sequences(inputs, out, lse)
     targets, dout = tuple(torch.full_like(x, torch.nan) for x in tensors), torch_of(upstream(inputs)[0][0], device)
     varlen_kwargs = {name.replace("seqused", "sequed"): x for name, x in varlen_kwargs.items()}
-    targets_by_name = dict(zip(("dq", "dk", "dv"), targets, strict=True))
-    fa3._flash_attn_backward(dout, q, k, v, out, lse, **varlen_kwargs, **bounds, **targets_by_name, is_causal=True)
+    grads = dict(zip(("dq", "dk", "dv"), targets, strict=True))
+    fa3._flash_attn_backward(dout, q, k, v, out, lse, **varlen_kwargs, **bounds, **grads, is_causal=True)
     check_gradients(inputs, [in_numpy(x) for x in targets], dlse=False)
 
 

@@ -36,10 +36,8 @@ def platform(request: pytest.FixtureRequest) -> Iterator[str]:
         jax_device = jax.local_devices(backend=request.param)[0]
     except RuntimeError as error:
         pytest.skip(f"JAX has no {request.param} here: {error}")
-    with (
-        jax.default_device(jax_device),
-        jax.default_matmul_precision("highest"),
-    ):  # JAX's own products have 10 bits else
+    # JAX's own products have 10 bits else.
+    with jax.default_device(jax_device), jax.default_matmul_precision("highest"):
         yield request.param
 
 

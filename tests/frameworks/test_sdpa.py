@@ -26,9 +26,7 @@ FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION
 OPS = torch.ops.aten
 
 
-def make_qkv(
-    device: str, dtype: Any, *, heads: tuple[int, int] = (4, 4), seqlen_k: int = 40, bhsd: bool = False
-) -> Any:
+def qkv(device: str, dtype: Any, *, heads: tuple[int, int] = (4, 4), seqlen_k: int = 40, bhsd: bool = False) -> Any:
     """q, k and v (batch, heads, seqlen, head_dim), in memory by seqlen, or as they are named."""
     dense = of_torch.random_qkv(device, dtype, heads=heads, lengths=(40, seqlen_k), dim=64, grad=False)
     return tuple((x.contiguous() if bhsd else x).requires_grad_() for x in (x.transpose(1, 2) for x in dense))
@@ -63,14 +61,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     override.remove()
     with pytest.raises(NotImplementedError, match="CPU"):
-        OPS._scaled_dot_product_flash_attention(*make_qkv("cpu", torch.float16))
+        OPS._scaled_dot_product_flash_attention(*qkv("cpu", torch.float16))
 
 
 @pytest.mark.parametrize("bhsd", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("on_cpu")
 def test_the_ops_have_the_results_of_attention(causal: bool, bhsd: bool) -> None:
-    tensors = make_qkv("cpu", torch.float64, bhsd=bhsd)
+    tensors = qkv("cpu", torch.float64, bhsd=bhsd)
     out, lse, _, _, max_q, max_k, *state, mask = OPS._scaled_dot_product_flash_attention(
         *(x.detach() for x in tensors), is_causal=causal, scale=0.2
     )
@@ -86,14 +84,14 @@ def test_the_ops_have_the_results_of_attention(causal: bool, bhsd: bool) -> None
 @pytest.mark.usefixtures("on_cpu")
 def test_causal_is_aligned_bottom_right_where_lengths_differ() -> None:
     """As `causal_lower_right` means it, which alone comes here then."""
-    q, k, v = (x.detach() for x in make_qkv("cpu", torch.float64, seqlen_k=52))
+    q, k, v = (x.detach() for x in qkv("cpu", torch.float64, seqlen_k=52))
     out = OPS._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     assert_results([x.transpose(1, 2) for x in (q, k, v)], out.transpose(1, 2), causal=True, diagonal_offset=52 - 40)
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
-    q, k, v = (x.detach() for x in make_qkv("cpu", torch.float16))
+    q, k, v = (x.detach() for x in qkv("cpu", torch.float16))
     caplog.set_level(logging.DEBUG, "cuflash")
     sdpa._log_pytorch.cache_clear()
     with pytest.raises(NotImplementedError, match="PyTorch's own"):
@@ -112,7 +110,7 @@ def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
 def test_dropout_of_all_weights_is_pytorchs_own_in_both_directions(
     dropout_p: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    x = make_qkv("cpu", torch.float16)[0].detach()
+    x = qkv("cpu", torch.float16)[0].detach()
     lse, state, flat = x.new_empty(2, 4, 40), torch.empty(2, dtype=torch.uint64), x[0].transpose(0, 1)
     bounds = torch.tensor([0, 40], dtype=torch.int32)
     of_packed = bounds, bounds, 40, 40, dropout_p, False
@@ -141,7 +139,7 @@ def by_seqlen(tensors: Any) -> list[Any]:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_dropout_of_the_flash_op_drops_the_same_weights_in_both_directions() -> None:
-    tensors = make_qkv("cpu", torch.float64, heads=(4, 2))
+    tensors = qkv("cpu", torch.float64, heads=(4, 2))
     outputs = OPS._scaled_dot_product_flash_attention(*tensors, dropout_p=0.4, is_causal=True)
     out, state = outputs[0], outputs[-3]
     assert (state.shape, state.dtype) == ((2,), torch.uint64)
@@ -167,7 +165,7 @@ MASKS: dict[str, tuple[tuple[int, ...] | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, wants_gradient: bool) -> None:
     shape, options = MASKS[name]
-    tensors = make_qkv("cpu", torch.float64, seqlen_k=64 if name == "aligned" else 52)
+    tensors = qkv("cpu", torch.float64, seqlen_k=64 if name == "aligned" else 52)
     mask, expanded = None, None
     if shape is not None:
         mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -190,7 +188,7 @@ def test_masks(name: str, wants_gradient: bool) -> None:
 @pytest.mark.parametrize("seqlen_k", [52, 64])
 @pytest.mark.parametrize("compute_log_sumexp", [False, True])
 def test_results_lie_in_memory_as_those_of_pytorchs_fake_kernels(seqlen_k: int, compute_log_sumexp: bool) -> None:
-    q, k, v = (x.detach() for x in make_qkv("cpu", torch.float16, seqlen_k=seqlen_k, bhsd=True))
+    q, k, v = (x.detach() for x in qkv("cpu", torch.float16, seqlen_k=seqlen_k, bhsd=True))
     mask = torch.zeros(2, 1, 1, seqlen_k, dtype=torch.float16).expand(2, 4, 40, seqlen_k)
 
     def layout(tensors: Any) -> list[Any]:
@@ -209,7 +207,7 @@ def test_results_lie_in_memory_as_those_of_pytorchs_fake_kernels(seqlen_k: int, 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_mask_without_gradients_has_none() -> None:
-    q, k, v = (x.detach() for x in make_qkv("cpu", torch.float64))
+    q, k, v = (x.detach() for x in qkv("cpu", torch.float64))
     mask = torch.zeros(2, 4, 40, 40, dtype=torch.float64)
     outputs = OPS._scaled_dot_product_efficient_attention(q, k, v, mask, True)
     backward = OPS._scaled_dot_product_efficient_attention_backward
@@ -218,7 +216,7 @@ def test_a_mask_without_gradients_has_none() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_packed_sequences_with_dropout() -> None:
-    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in make_qkv("cpu", torch.float64))
+    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in qkv("cpu", torch.float64))
     bounds = torch.tensor([0, 40], dtype=torch.int32)
     outputs = OPS._flash_attention_forward(q, k, v, bounds, bounds, 40, 40, 0.4, True, False)
     options = {"causal": True, "dropout_p": 0.4, "dropout_seed": outputs[2].view(torch.int64)[0].item()}
@@ -257,7 +255,7 @@ def test_the_flash_and_the_memory_efficient_backend_become_the_first_choices(mon
 
 @pytest.fixture
 def active() -> Iterator[None]:
-    attend(*make_qkv("cuda", torch.float16))
+    attend(*qkv("cuda", torch.float16))
     backends = torch._C._get_sdp_priority_order()
     sdpa.activate()
     yield
@@ -274,7 +272,7 @@ def active() -> Iterator[None]:
     [((4, 4), {}), ((4, 4), {"is_causal": True}), ((4, 2), {"is_causal": True, "enable_gqa": True, "scale": 0.3})],
 )
 def test_attention_of_pytorch_runs_here(heads: tuple[int, int], options: Any, dtype: Any) -> None:
-    tensors = make_qkv("cuda", dtype, heads=heads)
+    tensors = qkv("cuda", dtype, heads=heads)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         outputs = results(tensors, **options)
     names = {event.key for event in profile.key_averages()}
@@ -289,7 +287,7 @@ def test_attention_of_pytorch_runs_here(heads: tuple[int, int], options: Any, dt
 def test_compiled_with_operands_of_any_strides() -> None:
     compiled = torch.compile(lambda *x: attend(*x, is_causal=True), fullgraph=True)
     for bhsd in (False, True):
-        tensors = make_qkv("cuda", torch.bfloat16, bhsd=bhsd)
+        tensors = qkv("cuda", torch.bfloat16, bhsd=bhsd)
         out = compiled(*tensors)
         grads = torch.autograd.grad(out.sum(), tensors)
         assert_right((out, *grads), tensors, torch.ones_like(out), causal=True)
@@ -299,7 +297,7 @@ def test_compiled_with_operands_of_any_strides() -> None:
 @pytest.mark.usefixtures("active")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_masks_run_here(is_compiled: bool) -> None:
-    q, k, v = make_qkv("cuda", torch.bfloat16, seqlen_k=52)
+    q, k, v = qkv("cuda", torch.bfloat16, seqlen_k=52)
     mask = torch.randn(1, 4, 1, 52, device="cuda", dtype=torch.bfloat16).requires_grad_()
     inputs = q, k, v, mask
     function = torch.compile(attend, fullgraph=True) if is_compiled else attend
@@ -321,7 +319,7 @@ def test_masks_run_here(is_compiled: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("active")
 def test_dropout_in_a_graph_takes_new_seeds() -> None:
-    tensors = make_qkv("cuda", torch.bfloat16)
+    tensors = qkv("cuda", torch.bfloat16)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         results(tensors, dropout_p=0.5)
@@ -340,7 +338,7 @@ def test_dropout_in_a_graph_takes_new_seeds() -> None:
 
 @pytest.mark.gpu
 def test_what_comes_after_is_pytorchs_own() -> None:
-    tensors = make_qkv("cuda", torch.float16)
+    tensors = qkv("cuda", torch.float16)
 
     def all_results() -> list[Any]:
         torch.manual_seed(0)

@@ -29,9 +29,7 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 TABLE = torch.randn(HEADS, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def make_qkv(
-    device: str = "cpu", dtype: Any = None, *, heads: tuple[int, int] = (HEADS, HEADS), grad: bool = False
-) -> Any:
+def qkv(device: str = "cpu", dtype: Any = None, *, heads: tuple[int, int] = (HEADS, HEADS), grad: bool = False) -> Any:
     """query, key and value (batch, heads, seqlen, head_dim), which lie in memory by seqlen."""
     tensors = made_by_seqlen(device, dtype, heads=heads, lengths=(ROWS, KEYS), grad=False)
     return tuple(x.transpose(1, 2).requires_grad_(grad) for x in tensors)
@@ -89,7 +87,7 @@ def block_mask_of(mask_mod: Any, sizes: tuple[int | None, int | None] = (None, N
 @pytest.mark.parametrize("name", MODS)
 def test_results_are_pytorchs(name: str) -> None:
     mask_mod, score_mod, sizes = MODS[name]
-    block_mask, tensors = block_mask_of(mask_mod, sizes), make_qkv()
+    block_mask, tensors = block_mask_of(mask_mod, sizes), qkv()
     expected, aux = flex.flex_attention(*tensors, score_mod, block_mask, return_aux=LSE)
     out, our_aux = flex_attention(*tensors, score_mod, block_mask, return_aux=LSE)
     assert type(our_aux) is type(aux)
@@ -101,7 +99,7 @@ def test_results_are_pytorchs(name: str) -> None:
 def test_gradients(name: str) -> None:
     """PyTorch's own has none on the CPU, so they are those of a program with all scores in memory."""
     mask_mod, score_mod, sizes = MODS[name]
-    tensors = make_qkv(grad=True)
+    tensors = qkv(grad=True)
     out, aux = flex_attention(*tensors, score_mod, block_mask_of(mask_mod, sizes), return_aux=LSE)
     expected = eager(*(x.transpose(1, 2) for x in tensors), score_mod=score_mod, mask_mod=mask_mod)
     values = (out, aux.lse), (expected[0].transpose(1, 2), expected[1])
@@ -110,7 +108,7 @@ def test_gradients(name: str) -> None:
 
 
 def test_gradients_of_captured_tensors() -> None:
-    tensors, table = make_qkv(), TABLE.clone().requires_grad_()
+    tensors, table = qkv(), TABLE.clone().requires_grad_()
     out = flex_attention(*tensors, lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(max=63)])
     (grad,) = torch.autograd.grad(out.sin().sum(), table)
     by_seqlen = [x.transpose(1, 2) for x in tensors]
@@ -119,14 +117,14 @@ def test_gradients_of_captured_tensors() -> None:
 
 
 def test_views_in_and_out() -> None:
-    tensors = make_qkv()
+    tensors = qkv()
     out = flex_attention(*tensors, scale=0.2)
     assert out.transpose(1, 2).is_contiguous()
     assert_equal(out.transpose(1, 2), attention(*(x.transpose(1, 2) for x in tensors), softmax_scale=0.2))
 
 
 def test_grouped_heads_and_one_batch_of_keys() -> None:
-    q, k, v = make_qkv(heads=(HEADS, 2))
+    q, k, v = qkv(heads=(HEADS, 2))
     with pytest.raises(ProblemError, match=r"4 heads and key 2; give enable_gqa=True"):
         flex_attention(q, k, v)
     assert_close(flex_attention(q, k, v, enable_gqa=True), flex.flex_attention(q, k, v, enable_gqa=True))
@@ -138,7 +136,7 @@ def test_grouped_heads_and_one_batch_of_keys() -> None:
 
 
 def test_lse_as_it_was_asked_for_before() -> None:
-    q, k, v = make_qkv()
+    q, k, v = qkv()
     out, lse = flex_attention(q, k, v, return_lse=True)
     assert_close((out, lse), flex.flex_attention(q, k, v, return_lse=True))
     with pytest.raises(ProblemError, match="return_lse and return_aux"):
@@ -152,14 +150,14 @@ def test_lse_as_it_was_asked_for_before() -> None:
 
 
 def test_a_block_mask_of_cuflash() -> None:
-    tensors = make_qkv()
+    tensors = qkv()
     block_mask = cuflash.create_block_mask(document, 1, 1, ROWS, KEYS, like=tensors[0])
     assert_equal(flex_attention(*tensors, alibi, block_mask), flex_attention(*tensors, alibi, block_mask_of(document)))
 
 
 def test_a_mask_of_blocks_alone() -> None:
     """Such as `from_kv_blocks` makes without a mask_mod: what PyTorch compiles sees whole blocks."""
-    q, k, v = make_qkv()
+    q, k, v = qkv()
     dense = block_mask_of(flex.and_masks(document, causal))
     blocks = flex.BlockMask.from_kv_blocks(dense.kv_num_blocks, dense.kv_indices, seq_lengths=(ROWS, KEYS))
     visible_blocks = blocks.to_dense()[0, 0].bool()
@@ -170,7 +168,7 @@ def test_a_mask_of_blocks_alone() -> None:
 
 def test_a_list_of_fewer_blocks_than_the_mask_shows() -> None:
     """A selection of blocks beside a mask_mod, as it is made by hand: what is seen is in both."""
-    q, k, v = make_qkv()
+    q, k, v = qkv()
     listed = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
     one = torch.ones(1, 1, 2, dtype=torch.int32)
     blocks = flex.BlockMask.from_kv_blocks(one, listed, mask_mod=causal, seq_lengths=(ROWS, KEYS))
@@ -201,11 +199,11 @@ def refusals() -> dict[str, tuple[Callable[[Any, Any, Any], Any], str]]:
 def test_what_is_refused(name: str) -> None:
     call, message = refusals()[name]
     with pytest.raises(ProblemError, match=message):
-        call(*make_qkv())
+        call(*qkv())
 
 
 def test_hints_to_other_kernels_are_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    tensors = make_qkv()
+    tensors = qkv()
     with caplog.at_level(logging.DEBUG, "cuflash"):
         assert_equal(flex_attention(*tensors, kernel_options={"BLOCK_M": 64}), flex_attention(*tensors))
     assert "BLOCK_M are hints" in caplog.text
@@ -213,7 +211,7 @@ def test_hints_to_other_kernels_are_told_in_the_log(caplog: pytest.LogCaptureFix
 
 def test_compiled_around() -> None:
     torch._dynamo.reset()
-    tensors, block_mask = make_qkv(), block_mask_of(document)
+    tensors, block_mask = qkv(), block_mask_of(document)
 
     def function(q: Any, k: Any, v: Any) -> Any:
         return flex_attention(q.sin(), k, v, alibi, block_mask).cos()
@@ -223,7 +221,7 @@ def test_compiled_around() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_pytorchs_compiled() -> None:
-    tensors = make_qkv("cuda", torch.bfloat16, grad=True)
+    tensors = qkv("cuda", torch.bfloat16, grad=True)
     documents, slopes = DOCUMENTS.cuda(), SLOPES.cuda().float()
     mask_mod = flex.and_masks(lambda b, h, i, j: documents[i] == documents[j], causal)
     block_mask = block_mask_of(mask_mod, device="cuda")
