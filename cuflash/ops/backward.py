@@ -83,10 +83,10 @@ def backward(
     no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and so are dk and dv
     of keys that several blocks share. Deterministic, Hopper's kernels add dq up in the order of the keys; those of any
     GPU compute the scores twice instead and take about a third longer. Over head dim 128 Hopper has a kernel for each
-    gradient, whose bits repeat in any case: at most two blocks share keys, and a sum of two has one order. Without
-    `deterministic` it takes the kernels of any GPU there, too, where grouped heads have few keys; `plan` says so. Head
-    dims up to 256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is rounded to the inputs' dtype:
-    scale a large loss down, or take bfloat16. Errors as in `forward`.
+    gradient, whose bits repeat in any case. At most two blocks share keys there, and a sum of two has one order.
+    Without `deterministic` it takes the kernels of any GPU there, too, where grouped heads have few keys, as `plan` shows.
+    Head dims up to 256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is
+    rounded to the inputs' dtype: scale a large loss down, or take bfloat16. Errors as in `forward`.
 
     Weights are made again from lse, which is float32, and are off by up to 4e-7 |score| of themselves, 0.04 at 10^5.
 
