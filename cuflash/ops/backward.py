@@ -84,7 +84,7 @@ def backward(
     of keys that several blocks share. Deterministic, Hopper's kernels add dq up in the order of the keys; those of any
     GPU compute the scores twice instead and take about a third longer. Over head dim 128 Hopper has a kernel for each
     gradient, whose bits repeat in any case. At most two blocks share keys there, and a sum of two has one order.
-    Without `deterministic` it takes the kernels of any GPU there, too, where grouped heads have few keys, as `plan` shows.
+    Without `deterministic` it takes the kernels of any GPU there, too, where grouped heads have few keys (see `plan`).
     Head dims up to 256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is
     rounded to the inputs' dtype: scale a large loss down, or take bfloat16. Errors as in `forward`.
 
