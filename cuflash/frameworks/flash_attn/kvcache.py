@@ -94,8 +94,8 @@ def over_cache(
         sequences["seqused_k"] = torch.full(page_table.shape[:1], length, dtype=torch.int32, device=page_table.device)
     elif length is not None:
         k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
-    masks = softmax_scale, causal, window_size, softcap, False, return_lse, "return_softmax_lse"
-    return attend(q, k_cache, v_cache, *masks, page_table=page_table, **sequences)
+    shared_args = softmax_scale, causal, window_size, softcap, False, return_lse, "return_softmax_lse"
+    return attend(q, k_cache, v_cache, *shared_args, page_table=page_table, **sequences)
 
 
 def refuse_rotary_seqlens(name: str, lengths: Any, cache_seqlens: Any) -> None:

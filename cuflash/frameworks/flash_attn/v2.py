@@ -86,8 +86,8 @@ def flash_attn_func(
     torch.Size([2, 100, 4, 64])
     """
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes)
-    masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
-    return attend_with_weights(q, k, v, *masks, mod_kwargs)
+    shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    return attend_with_weights(q, k, v, *shared_args, mod_kwargs)
 
 
 def flash_attn_kvpacked_func(
@@ -159,10 +159,10 @@ def flash_attn_varlen_func(
     """
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q)
-    masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
     sequences = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     sequences |= paged_or_packed(cu_seqlens_k, None, block_table)
-    return attend_with_weights(q, k, v, *masks, mod_kwargs, **sequences)
+    return attend_with_weights(q, k, v, *shared_args, mod_kwargs, **sequences)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -183,8 +183,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` for k and v in one tensor kv (total_k, 2, heads_kv, head_dim), which is not copied."""
     k, v = unpack("kv", kv, 2, "total_k")
-    masks = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *masks)
+    shared_args = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *shared_args)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -202,8 +202,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` for q, k and v in one tensor qkv (total, 3, heads, head_dim), which is not copied."""
     q, k, v = unpack("qkv", qkv, 3, "total")
-    masks = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *masks)
+    shared_args = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *shared_args)
 
 
 def flash_attn_with_kvcache(
@@ -250,8 +250,8 @@ def flash_attn_with_kvcache(
         flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)    # lengths (batch,)
     """
     new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved)
-    masks = softmax_scale, causal, window_size, softcap, return_softmax_lse
-    options = cache_seqlens, cache_leftpad, block_table, *masks
+    shared_args = softmax_scale, causal, window_size, softcap, return_softmax_lse
+    cache_args = cache_seqlens, cache_leftpad, block_table, *shared_args
     keywords: dict[str, Any] = {"cache_batch_idx": cache_batch_idx, "num_splits": num_splits}
     mod_kwargs = v2_mod_kwargs(q, 0.0, alibi_slopes)
-    return over_cache(2, q, k_cache, v_cache, new, *options, mod_kwargs=mod_kwargs, **keywords)
+    return over_cache(2, q, k_cache, v_cache, new, *cache_args, mod_kwargs=mod_kwargs, **keywords)

@@ -79,9 +79,9 @@ def flash_attn_func(
     torch.Size([2, 100, 4, 64])
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
-    masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
     mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
-    return attend(q, k, v, *masks, num_splits=num_splits, mod_kwargs=mod_kwargs)
+    return attend(q, k, v, *shared_args, num_splits=num_splits, mod_kwargs=mod_kwargs)
 
 
 def flash_attn_varlen_func(
@@ -127,10 +127,10 @@ def flash_attn_varlen_func(
             "cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
         )
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
-    masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
     mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
     sequences = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, *masks, num_splits=num_splits, mod_kwargs=mod_kwargs, **sequences)
+    return attend(q, k, v, *shared_args, num_splits=num_splits, mod_kwargs=mod_kwargs, **sequences)
 
 
 def flash_attn_qkvpacked_func(
@@ -255,12 +255,12 @@ def flash_attn_with_kvcache(
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("rotary_seqlens", rotary_seqlens, cache_seqlens)
     new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
-    masks = softmax_scale, causal, window_size, softcap, return_softmax_lse
-    options = cache_seqlens, cache_leftpad, page_table, *masks
+    shared_args = softmax_scale, causal, window_size, softcap, return_softmax_lse
+    cache_args = cache_seqlens, cache_leftpad, page_table, *shared_args
     keywords: dict[str, Any] = {"cache_batch_idx": cache_batch_idx, "num_splits": num_splits}
     keywords |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": None if cu_seqlens_q is None else max_seqlen_q}
     mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
-    result = over_cache(3, q, k_cache, v_cache, new, *options, mod_kwargs=mod_kwargs, **keywords)
+    result = over_cache(3, q, k_cache, v_cache, new, *cache_args, mod_kwargs=mod_kwargs, **keywords)
     if not return_softmax_lse:
         return result
     return *result, *(q.new_empty(0, dtype=torch.float32) for _ in range(2))

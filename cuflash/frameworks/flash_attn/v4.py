@@ -79,8 +79,8 @@ def flash_attn_func(
     mods = score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors, block_sparse_tensors_bwd
     _refuse(pack_gqa, qv, gather_kv_indices, mods)
     window = _window(causal, window_size)
-    masks = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *masks, later_mod_kwargs("learnable_sink", learnable_sink))
+    shared_args = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
+    result = attend(q, k, v, *shared_args, later_mod_kwargs("learnable_sink", learnable_sink))
     return result if return_lse else (result, None)
 
 
@@ -130,8 +130,8 @@ def flash_attn_varlen_func(
     _refuse(pack_gqa, qv, gather_kv_indices, mods)
     window = _window(causal, window_size)
     varlen_kwargs = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
-    masks = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *masks, later_mod_kwargs("learnable_sink", learnable_sink), **varlen_kwargs)
+    shared_args = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
+    result = attend(q, k, v, *shared_args, later_mod_kwargs("learnable_sink", learnable_sink), **varlen_kwargs)
     return result if return_lse else (result, None)
 
 
