@@ -126,7 +126,7 @@ FAMILIES = (
     Family(
         r"(Written|Kernels|Parameters|Kept|Seen|Block)(?=\()|class (Written|Kernels|Parameters|Kept|Seen|Block)"
         r"|\.for_any",
-        "PackedParams, LoadedPlan, ParamTemplate, unaligned_plan, LruCache, RecentKeys, ParamBuffer",
+        "PackedParams, LoadedPlan, ParamTemplate, unaligned_plan, SecondChanceCache, RecentKeys, ParamBuffer",
         scope=PYTHON,
         allowed=("examples/torch_training.py",),  # a block of a transformer
     ),

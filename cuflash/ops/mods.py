@@ -93,10 +93,10 @@ def resolve_mods(
     fits = not varlen_args or mask is None or (mask_band := band(mask.root)) is None or _fits(mask_band, options)
     digests = None if score is None else score.digest, None if mask is None else mask.digest
     key = name, not varlen_args, *digests, bias, has_sinks, drops, sizes, fits
-    if (kind := _kinds.get(key)) is None:
-        if len(_kinds) >= MAX_KEYS:
-            _kinds.clear()
-        kind = _kinds.setdefault(key, _kind_of(key, score, mask))
+    if (kind := _call_kinds.get(key)) is None:
+        if len(_call_kinds) >= MAX_KEYS:
+            _call_kinds.clear()
+        kind = _call_kinds.setdefault(key, _call_kind(key, score, mask))
     arrays = [each.array for each in captured((score, mask if kind.has_mask else None))]
     arrays += [] if bias is None else [mod_args.bias]
     loaded = len(arrays)
@@ -119,7 +119,7 @@ def resolve_mods(
     return ModCall(_op_of(key, kind, flat), tuple(arrays), drops, mask_tiles, places)
 
 
-class _Kind(NamedTuple):
+class _CallKind(NamedTuple):
     """Common part of calls whose arguments are of the same kinds: the op, without requested gradients.
 
     band: what is left of a mask that the arguments of a plain call could say, if it hides anything. has_mask: whether
@@ -136,10 +136,10 @@ class _Kind(NamedTuple):
 # sinks, and dropout, the sizes of a block mask, and whether a mask may be said by the arguments of a plain call.
 _Key = tuple[str, bool, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool]
 MAX_KEYS = 1024
-_kinds: dict[_Key, _Kind] = {}
+_call_kinds: dict[_Key, _CallKind] = {}
 
 
-def _kind_of(key: _Key, score: Graph | None, mask: Graph | None) -> _Kind:
+def _call_kind(key: _Key, score: Graph | None, mask: Graph | None) -> _CallKind:
     name, is_dense, _, _, bias, has_sinks, drops, sizes, fits = key
     plain, has_block_mask = (OPS if is_dense else VARLEN_OPS)[name], sizes is not None
     mask_band = None if mask is None or not fits else band(mask.root)
@@ -147,11 +147,11 @@ def _kind_of(key: _Key, score: Graph | None, mask: Graph | None) -> _Kind:
         mask, has_block_mask = None, False
         mask_band = None if sizes is None and mask_band.is_open else mask_band
     mod_spec = make_mod_spec(score, mask, bias, has_sinks, drops, has_block_mask)
-    kind = _Kind(mod_spec, plain, mask_band, mask is not None)
+    kind = _CallKind(mod_spec, plain, mask_band, mask is not None)
     return kind._replace(op=_op_of(key, kind, ()))
 
 
-def _op_of(key: _Key, kind: _Kind, grads: tuple[int, ...]) -> Op:
+def _op_of(key: _Key, kind: _CallKind, grads: tuple[int, ...]) -> Op:
     """The op of a call of this kind with gradients of the arrays of these numbers."""
     name, is_dense, *_, sizes, _ = key
     op = kind.op

@@ -64,7 +64,7 @@ def backward_plan(
     elif reason is None:
         lengths, capped = problem.seqlen_info, problem.options.softcap > 0.0
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, _queries_of_a_key(problem), capped)
-        rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
+        rows = () if tile is not None else tiles_sm90.choose_dq_dkv(problem.head_dim, problem.head_dim_v, capped)
         if tile is not None:
             if lengths is not None and lengths.num_slots("k", problem.batch, tile.block_k) > 0:
                 return _listed_plan(problem, device, tile.for_varlen(), lengths)
@@ -93,7 +93,7 @@ def _reason_against(problem: Problem) -> str | None:
 
 
 def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
-    """Returns whether kernels by rows, with so many blocks for each key block, leave most of the GPU idle.
+    """Returns whether backward_dq_dkv, with so many blocks for each key block, leave most of the GPU idle.
 
     The generic ones split the query heads of a group among any number of blocks; not if deterministic.
     """
@@ -117,7 +117,7 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
             if not any(launch.variant in spilled for launch in candidate.launches):
                 return candidate
     rows = []
-    for tiles in tiles_sm90.choose_mod_rows(*dims, capped):
+    for tiles in tiles_sm90.choose_mod_dq_dkv(*dims, capped):
         fitting = (
             (tile, is_sparse)
             for is_sparse, tile in product(ways, tiles)
@@ -249,8 +249,10 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     launches = [
         delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=more_semaphores),
         *of_mask_tiles,
-        # why counted: then thread blocks wait for those with lower numbers, which must have begun.
-        Launch(variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), counted=deterministic and not is_sparse),
+        # why a counter: then thread blocks wait for those with lower numbers, which must have begun.
+        Launch(
+            variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), takes_counter=deterministic and not is_sparse
+        ),
     ]
     buffers: Mapping[str, int] = workspace
     if is_sparse:
@@ -361,7 +363,9 @@ def _dq_dkv_plan(
         blocks = num_work if varlen is None else min(num_work, device.num_sms)
         launch_fields = fields | {"first_semaphore": work[1] if result == "dv" else 0} if shared else fields
         tma_boxes, aliases = _tma_boxes(problem, *tile.tma_rows), {"acc": f"{result}_acc"} if shared else {}
-        launches.append(Launch(variant, blocks, launch_fields, tma_boxes, counted=varlen is not None, aliases=aliases))
+        launches.append(
+            Launch(variant, blocks, launch_fields, tma_boxes, takes_counter=varlen is not None, aliases=aliases)
+        )
     buffers: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
     if shares:
         rows = work[1] * KEY_ROWS

@@ -80,7 +80,7 @@ def _decode_plan(
         if not _is_faster(STEP * wide_blocks, whole, visible_tiles, splits, device.num_sms):
             return None
     few, paged = problem.batch <= FEW_SEQUENCES and not is_packed, problem.has("page_table")
-    # why then: the kernel cuts keys so that no thread block has a second piece. why not with pages: 5 % slower.
+    # why then: the kernel cuts keys so that no thread block has a second work tile. why not with pages: 5 % slower.
     is_single = is_narrow and may_be_single and few and not paged and splits == 0 and num_blocks <= device.num_sms
     problem = problem._replace(seqlen_info=varlen)
     tile = row.for_decoding(paged, few, is_narrow, is_single)
@@ -219,9 +219,10 @@ def _is_faster(num_blocks: float, whole: int, tiles: int, splits: int, num_sms: 
 
 
 def page_cut(problem: Problem, block_k: int) -> dict[str, int]:
-    """Of a page of d keys, key // d == key * magic >> shift for keys below 2^31.
+    """Returns the keys of a page that one TMA box takes, and the magic division of key numbers by the page size.
 
-    A copy brings whole swizzled groups of rows; of pages that do not consist of them, threads copy each key by itself.
+    key // size == key * magic >> shift for keys below 2^31. page_box is 0 for pages that do not consist of whole
+    swizzled groups of rows: threads then copy each key by itself.
     """
     if not problem.has("page_table"):
         return {"page_box": 0, "page_magic": 0, "page_shift": 0}

@@ -130,8 +130,8 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
     key_range = problem.mask.key_range(0, problem.seqlen_q)
     tma_boxes = _tma_boxes(problem, problem.seqlen_q, TmaBox(tile.block_k, *key_range))
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_in_l2": together}
-    counted = num_tiles > device.num_sms and not full
-    launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, counted)
+    takes_counter = num_tiles > device.num_sms and not full
+    launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, takes_counter)
     launches, workspace = with_mask_tiles(problem, device, [launch])
     return make_plan(problem, device, launches, workspace, num_work=num_tiles)
 

@@ -20,9 +20,10 @@ MOVED = {
 
 
 def reason_against(problem: Problem, device: Device, misaligned: Collection[str]) -> str | None:
-    """Returns why Hopper's kernels cannot take this problem, whatever its head dims; None if nothing forbids it.
+    """Returns why Hopper's kernels cannot take this problem, or None. Whether head dims have a tile is not looked at.
 
-    `misaligned`: the operands that do not begin at a multiple of 16 bytes.
+    `misaligned`: the operands that do not begin at a multiple of 16 bytes. With split_size, UnsupportedError is raised
+    where only the layout forbids it.
     """
     if device.capability != HOPPER:
         return f"{device.name} is {device.arch}"
@@ -31,7 +32,7 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
     if problem.options.algorithm != "flash2":
         return f"it computes flash2, not {problem.options.algorithm}"
     if problem.op.mod_spec is not None and problem.options.split_size is not None:
-        # why: the bits would differ from those of several lengths.
+        # why: the bits would differ from those of varlen calls.
         return "with split_size it takes no mods"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     if (varlen := problem.seqlen_info) is not None:
@@ -40,11 +41,11 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
     elif begin >= end:
         return "no query sees any key"
     if problem.options.split_size is None:
-        return _reason_of_places(problem, misaligned)
+        return _reason_of_layout(problem, misaligned)
     # why: whether the kernels take a problem must not depend on its strides, because others give other bits.
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         return "with split_size it takes head dims that are multiples of 8"
-    if (reason := _reason_of_places(problem, misaligned)) is not None:
+    if (reason := _reason_of_layout(problem, misaligned)) is not None:
         raise UnsupportedError(
             f"on {device.name} split_size asks for the bits of kernels that cannot take this call: {reason}. Copy that "
             "array, so that it is contiguous, or leave split_size out."
@@ -52,7 +53,7 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
     return None
 
 
-def _reason_of_places(problem: Problem, misaligned: Collection[str]) -> str | None:
+def _reason_of_layout(problem: Problem, misaligned: Collection[str]) -> str | None:
     """Returns why the copy engine cannot move some operand."""
     specs, index, inputs = problem.specs_4d, problem.op.index, len(problem.op.inputs)
     for name in MOVED[problem.op.name]:

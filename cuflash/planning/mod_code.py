@@ -84,7 +84,7 @@ _Runs = tuple[tuple[tuple[int, int], bool], ...]
 def _runs(problem: Problem, mod_spec: ModSpec, keys_as_rows: bool) -> _Runs:
     """The axes of captured arrays that no column of a tile leaves.
 
-    why not of several lengths: the GPU alone knows them, and where they are greater, the last element is given.
+    why not with varlen: the GPU alone knows them, and where they are greater, the last element is given.
     """
     if problem.seqlen_info is not None:
         return ()

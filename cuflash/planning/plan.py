@@ -41,16 +41,17 @@ class Launch(NamedTuple):
     """One kernel of a plan. The grid is one-dimensional.
 
     `fields` are the numbers of its parameter struct that the plan sets: neither pointers, nor strides of operands, nor
-    part of `ProblemParams`; `tma_boxes` are its tensor maps by operand. If `counted`, blocks take their work by a
-    counter. `arrivals` is the number of counters by which blocks find out which of them was the last to end. `aliases`
-    says which operand, or part of the workspace, a member of the struct stands for that has not the same name.
+    part of `ProblemParams`; `tma_boxes` are its tensor maps by operand. If `takes_counter`, blocks take numbers from a
+    counter: of their work tiles, or of themselves in the order in which they begin. `arrivals` is
+    the number of counters by which blocks find out which of them was the last to end. `aliases` says which operand, or
+    part of the workspace, a member of the struct stands for that has not the same name.
     """
 
     variant: Variant
     num_blocks: int
     fields: Mapping[str, int] = NOTHING
     tma_boxes: Mapping[str, TmaBox] = NOTHING
-    counted: bool = False
+    takes_counter: bool = False
     arrivals: int = 0
     aliases: Mapping[str, str] = NOTHING
 

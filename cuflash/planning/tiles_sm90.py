@@ -1,7 +1,7 @@
 """Tiles of the wgmma kernels (sm_90): a row per head dim; more for few keys, many queries, capped scores, dropout.
 
 `tests/kernels/test_compile.py` checks that no row spills registers (L3). `kernels_cu/DESIGN.md` names the runner-up of
-each tile, and `EXPERIMENTS.csv` holds all measurements. L22 says why rings and key tiles are not longer.
+most tiles, and `EXPERIMENTS.csv` holds all measurements. L22 says why rings and key tiles are not longer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .tile import FLOAT_BYTES, ROW_PADDING, macros, rounded_up
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
 TILE_SLOTS = 16  # descriptions of tiles in shared memory
-# Of sequences that have lengths of their own: descriptions of a block's work in backward, and in backward by rows.
+# With varlen: descriptions of a block's work in backward, and in backward_dq_dkv.
 WORK_RING_BYTES, WORK_BYTES = 4 * (96 + 16), 2 * (96 + 16 + 8)
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
@@ -43,7 +43,7 @@ class WarpgroupTile:
     max_keys: int | None = None  # the row is for queries that see at most so many keys on average, under a mask
     softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
     dropout: bool | None = None  # the same of weights that are dropped
-    is_varlen: bool = False  # whether sequences have lengths of their own
+    is_varlen: bool = False  # True for variable-length sequences
     decodes: bool = False  # whether it is a tile of sm90/decode/decode.cu, whose rows are those of all heads of a group
     paged: bool = False  # whether keys lie in pages. why: L50
     few: bool = False  # whether it decodes at most FEW_SEQUENCES, none of them packed. why: L50
@@ -271,7 +271,7 @@ DQ_DKV = (
 
 # The same with mods, for each gradient in order of preference. why fewer columns at once for the largest: with 64,
 # most functions spill.
-MOD_ROWS = (
+MOD_DQ_DKV = (
     *(tile for tile in DQ_DKV if tile.head_dim < 256),
     *(WarpgroupDqDkvTile(gradient, 192, 128, 32, 3, 3) for gradient in GRADIENTS),
     *(WarpgroupDqDkvTile(gradient, 192, 192, 32, 3, 3) for gradient in GRADIENTS),
@@ -339,15 +339,15 @@ def choose_mod_backward(
     return tuple(sorted(covers, key=lambda t: (t.head_dim, t.head_dim_v)))
 
 
-def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupDqDkvTile, ...]:
+def choose_dq_dkv(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupDqDkvTile, ...]:
     """The first row for these head dims for each gradient; empty if there is none."""
     covers = [t for t in DQ_DKV if _covers(t, head_dim, head_dim_v, softcap)]
     return tuple(next(t for t in covers if t.gradient == gradient) for gradient in GRADIENTS) if covers else ()
 
 
-def choose_mod_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tuple[WarpgroupDqDkvTile, ...], ...]:
+def choose_mod_dq_dkv(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tuple[WarpgroupDqDkvTile, ...], ...]:
     """Tiles for mods, of each gradient in order of preference; empty if none fits."""
-    covers = [t for t in MOD_ROWS if _covers(t, head_dim, head_dim_v, softcap)]
+    covers = [t for t in MOD_DQ_DKV if _covers(t, head_dim, head_dim_v, softcap)]
     # why only those of the first one's head dims: tiles for larger ones need no fewer registers.
     same = [t for t in covers if (t.head_dim, t.head_dim_v) == (covers[0].head_dim, covers[0].head_dim_v)]
     return tuple(tuple(t for t in same if t.gradient == gradient) for gradient in GRADIENTS) if same else ()

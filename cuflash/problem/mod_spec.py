@@ -21,7 +21,7 @@ LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least
 BIAS_AXES = ("b", "h", "q_idx", "k_idx")
 
 
-class Kind(NamedTuple):
+class ArrayKind(NamedTuple):
     """Properties of a loaded array that code depends on, and its name as an operand of the call."""
 
     name: str
@@ -50,7 +50,7 @@ class ModSpec:
 
     score: Node | None = field(compare=False)
     mask: Node | None = field(compare=False)
-    arrays: tuple[Kind, ...] = field(compare=False)
+    arrays: tuple[ArrayKind, ...] = field(compare=False)
     has_sinks: bool = field(compare=False)
     drops: bool = field(compare=False)
     has_block_mask: bool = field(compare=False)
@@ -79,17 +79,17 @@ def make_mod_spec(
     """Returns the changes of a call with these arguments. Arrays: those of score_mod, of mask_mod, then the bias."""
     graphs = (score_mod, mask_mod)
     digests = tuple(None if each is None else each.digest for each in graphs)
-    kinds: list[Kind] = []
+    kinds: list[ArrayKind] = []
     roots = []
     for graph in graphs:
         roots.append(None if graph is None else substituted(graph.root, {}, len(kinds)))
         for each in () if graph is None else graph.arrays:
-            kinds.append(Kind(f"captured{len(kinds)}", each.dtype, len(each.shape), each.type))
+            kinds.append(ArrayKind(f"captured{len(kinds)}", each.dtype, len(each.shape), each.type))
     score, mask = roots
     if bias is not None:
         axes = BIAS_AXES[len(BIAS_AXES) - len(bias.varies) :]
         indices = [variable(axis) if varies else constant(0) for axis, varies in zip(axes, bias.varies, strict=True)]
-        kind = Kind("bias", bias.dtype, len(indices), Type.BOOL if bias.dtype == "bool" else Type.FLOAT32)
+        kind = ArrayKind("bias", bias.dtype, len(indices), Type.BOOL if bias.dtype == "bool" else Type.FLOAT32)
         part = load(len(kinds), kind.type, indices)
         kinds.append(kind)
         if kind.type == Type.BOOL:

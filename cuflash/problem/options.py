@@ -1,7 +1,7 @@
 """The keyword arguments of the public calls, each once: name, type, default, validator, and the ops that take it.
 
-A new option is a row of `Options`, a keyword of the calls that take it and of their types in signatures.py, and its
-use: what the kernels are to know of it is a field of `ScoreConstants`, which `ScoreParams` in
+A new option is a row of `Options`, a keyword of `options_key`, of the calls that take it and of their types in
+signatures.py, and its use: what the kernels are to know of it is a field of `ScoreConstants`, which `ScoreParams` in
 `kernels_cu/common/score.cuh` repeats.
 """
 
@@ -45,7 +45,7 @@ class OptionContext(NamedTuple):
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value` if it is True or False, and not merely true or false."""
+    """`value` if it is True or False, and not merely truthy or falsy."""
     if not isinstance(value, (bool, np.bool_)):
         raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
     return bool(value)

@@ -47,17 +47,17 @@ class SeqlenInfo(NamedTuple):
     left: int | None = None
     right: int | None = None
     offset: int | None = None
-    zeros_unused: bool = True  # whether rows of results that belong to no sequence or are not used become 0
+    zero_unused_rows: bool = True  # whether rows of results that belong to no sequence or are not used become 0
 
     @classmethod
-    def from_layout(cls, places: Mapping[str, Any], options: Options, zeros_unused: bool) -> SeqlenInfo:
+    def from_layout(cls, places: Mapping[str, Any], options: Options, zero_unused_rows: bool) -> SeqlenInfo:
         """Places as `varlen_layout` gives them, and judged options."""
         left, right = options.window_size
         right = 0 if options.causal else right
         offset = None if left is right is None else options.diagonal_offset
         names = "batch_q", "rows_q", "batch_k", "rows_k", "is_packed_q", "is_packed_k"
         axes = {name: places[name] for name in names}
-        return cls(**axes, left=left, right=right, offset=offset, zeros_unused=zeros_unused)
+        return cls(**axes, left=left, right=right, offset=offset, zero_unused_rows=zero_unused_rows)
 
     def num_slots(self, side: str, batch: int, size: int) -> int:
         """Returns the most blocks of `size` rows, of q or k, of all sequences: `RowSlots` in common/varlen.cuh."""

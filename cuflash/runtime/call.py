@@ -31,17 +31,17 @@ from ..problem.options import OptionsKey
 from ..problem.problem import Problem
 from ..problem.validate import ValidatedCall, overlap_ranges, validated
 from . import compiler, cpu, device_memory
-from .call_cache import LruCache, RecentKeys
+from .call_cache import RecentKeys, SecondChanceCache
 from .driver import current_device, on_device, relaxed_capture
 from .kernel_launch import EarlyLaunch, PlainLaunch, launches_early
 from .structs import STRUCTS, ParamBuffer, ParamTemplate
 
-CACHE_BYTES = 32 * 2**20  # of all that calls leave behind in a process
+CACHE_BYTES = 32 * 2**20  # of plans and packed parameters of calls, in a process
 CALL_BYTES, LAUNCH_BYTES = 5 * 1024, 3 * 1024  # that a CachedCall takes, and each of its launches, as measured
 PACKED_BYTES = 1024  # that PackedParams take beside their own bytes, as measured
-RECENT_POINTERS = 8192  # pointers of calls, of which those that come again get parameters of their own
+RECENT_POINTERS = 8192  # pointer tuples seen once: seen again, their packed parameters are cached
 
-CALL_CACHE = LruCache(CACHE_BYTES)
+CALL_CACHE = SecondChanceCache(CACHE_BYTES)
 _find = CALL_CACHE.get
 _recent_keys = RecentKeys(RECENT_POINTERS)
 _numbers = itertools.count()
@@ -101,7 +101,7 @@ class LoadedPlan:
             if any([pointers[number] & bits for number, bits in self.tma_operands + self.vector_loaded]):
                 return False
             params = PackedParams([template.pack(pointers) for template in self._templates])
-            # why: parameters are cached from their second use on, and those of a growing cache have no second.
+            # why from their second use on: a KV cache that grows has new pointers in each call.
             is_repeated = _recent_keys.add(key)
             if is_repeated:
                 CALL_CACHE.put(key, params, sum([PACKED_BYTES + len(buffer.memory) for buffer in params.buffers]))
@@ -127,7 +127,7 @@ def _struct_key(launch: Launch) -> tuple[object, ...]:
 
 def _counter_words(launch: Launch) -> list[tuple[int, int]]:
     """Returns the words of the launch's struct that hold addresses of counters, and how many counters each is of."""
-    struct, counts = STRUCTS[launch.variant.params], {"counter": int(launch.counted), "arrivals": launch.arrivals}
+    struct, counts = STRUCTS[launch.variant.params], {"counter": int(launch.takes_counter), "arrivals": launch.arrivals}
     fields = ((getattr(struct, name, None), count) for name, count in counts.items() if count)
     return [(field.offset // 8, count) for field, count in fields if field]
 
@@ -184,8 +184,8 @@ class CachedCall:
     def unaligned_plan(self, pointers: Sequence[int]) -> LoadedPlan:
         """Returns the kernels for operands that begin where these do, loaded when they are first needed."""
         aligned, names = self.aligned_plan, self.problem.op.names
-        # why all: in the next call, another operand may be misaligned. why not if all that the copy engine moves are
-        # where they must be: kernels without it are slower.
+        # All operands that TMA moves count as misaligned once one is: in the next call it may be another one. While
+        # none is, the TMA kernels stay, as those without it are slower.
         without_tma = any([pointers[number] & bits for number, bits in aligned.tma_operands])
         loaded_plan = self._unaligned_plans.get(without_tma)
         if loaded_plan is None:

@@ -9,8 +9,10 @@ from typing import Any
 from ..locks import Lock
 
 
-class LruCache:
-    """Values by key, of which those that were not used for longest are dropped: all take at most `max_bytes`.
+class SecondChanceCache:
+    """Values by key, of which those that were not used for longest are dropped.
+
+    All but the newest take at most `max_bytes`.
 
     A value that was used since it came to the end of the queue goes to its beginning once more instead of being dropped
     (the "second chance" algorithm): to note a use is then a third of the cost of moving it at once.

@@ -46,7 +46,7 @@ def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Arr
     named = views_of(problem, arrays)
     results: Sequence[Array]
     # why: rows of it that no sequence uses keep what they hold.
-    target = None if problem.seqlen_info is None or problem.seqlen_info.zeros_unused else outs[0]
+    target = None if problem.seqlen_info is None or problem.seqlen_info.zero_unused_rows else outs[0]
     out = None if target is None else as_4d(target)
     if problem.op.mod_spec is not None:
         results = reference.run_with_mods(problem, named, out)

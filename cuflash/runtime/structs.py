@@ -1,7 +1,8 @@
 """The structs of `kernels_cu/common/params.cuh`, field by field in their order, and one of them filled in memory.
 
 Fields are filled by name: an `Operand`, a plain pointer or a tensor map (`x_map`) takes the operand or the part of the
-workspace of its name, `problem` is the problem's, everything else comes with the launch. A test compares the offset of
+workspace of its name, `problem` is the problem's, everything else comes with the launch. `LoadedPlan` sets `counter`
+and `arrivals`. A test compares the offset of
 every field with that of the CUDA struct.
 """
 
@@ -74,12 +75,12 @@ class ProblemParams(Structure):
 
     _fields_: ClassVar[Fields] = [
         *_ints("batch seqlen_q seqlen_k heads_q heads_per_kv head_dim head_dim_v mask_lo mask_hi"),
-        *_ints("key_begin key_end row_begin row_end unused"),
+        *_ints("key_begin key_end row_begin row_end padding0"),
         ("score", ScoreParams),
         *_pointers("cu_seqlens_q cu_seqlens_k seqused_q seqused_k page_table cache_batch_idx"),
         ("page_table_stride", c_int64),
-        *_ints("rows_q rows_k batch_k mask_first mask_last mask_from_end zeros_unused"),
-        *_ints("padded_rows_q padded_rows_k unused_too"),
+        *_ints("rows_q rows_k batch_k mask_first mask_last mask_from_end zero_unused_rows"),
+        *_ints("padded_rows_q padded_rows_k padding1"),
     ]
 
 
@@ -277,8 +278,8 @@ def _numbers(name: str) -> dict[str, tuple[bool, int]]:
 class ParamBuffer:
     """Memory for a struct that stays where it is.
 
-    `arguments` holds the address as CuPy's launches take it. `pointers` is where the address itself lies in memory.
-    `free_list` is where a buffer goes whose launches have ended and that is not cached, to be packed again.
+    `arguments` holds the address as CuPy's launches take it. `pointers` is the `void**` that `cuLaunchKernel` takes.
+    `free_list` takes a buffer that is not cached once its launches have returned: the driver has copied it then.
     """
 
     __slots__ = ("_owner", "_pointers", "address", "arguments", "free_list", "ints", "memory", "pointers", "words")
@@ -332,7 +333,7 @@ class ParamTemplate:
         operands = [(number, word) for number, word in operands if specs[number] is not None]
         for number, word in operands:
             words[word + 1], words[word + 2], words[word + 3] = specs[number].strides[:3]
-        # Number, word, the bits that misalign.
+        # Number, word, and the bits of an address that must be 0 for 16-byte accesses; -1 where none is aligned.
         self._operands = tuple([(n, word, 15 if specs[n].has_aligned_rows else -1) for n, word in operands])
         self._move: Any = mover() if maps else None
         places = []  # number, byte, bytes from the operand's first row to the map's
@@ -388,5 +389,5 @@ def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:
         stride = 0 if table is None else table.strides[0]
         # why cut: forward has no use for it, and backward has refused more.
         padded = (min(varlen.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT, 2**31 - 1) for side in "qk")
-        values = varlen.rows_q, varlen.rows_k, varlen.batch_k, *varlen.bounds, varlen.zeros_unused, *padded, 0
+        values = varlen.rows_q, varlen.rows_k, varlen.batch_k, *varlen.bounds, varlen.zero_unused_rows, *padded, 0
         _PACKED_LENGTHS.pack_into(packed, offset + _LENGTHS_OFFSET, stride, *values)

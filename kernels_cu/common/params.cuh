@@ -13,7 +13,7 @@ struct Operand {
 };
 
 // What every attention kernel knows of its problem. Of variable-length sequences, `batch` is their number, seqlen_q and
-// seqlen_k bound their lengths, the mask and the ranges are not set, and the last part says where they lie.
+// seqlen_k bound their lengths, and the last part says where they lie; the mask and the ranges are not read.
 struct ProblemParams {
   int batch, seqlen_q, seqlen_k;
   int heads_q, heads_per_kv;  // heads_per_kv query heads share one kv head
@@ -21,18 +21,18 @@ struct ProblemParams {
   int mask_lo, mask_hi;    // key j is visible to query i iff i + mask_lo <= j <= i + mask_hi
   int key_begin, key_end;  // the keys that some query sees; all others are read as zeros, whatever they hold
   int row_begin, row_end;  // the queries that see some key
-  int unused;
+  int padding0;
   ScoreParams score;
 
   // int32 arrays on the device, or null: common/varlen.cuh says what is then meant.
-  const int *cu_seqlens_q, *cu_seqlens_k;        // (batch + 1)
-  const int *seqused_q, *seqused_k;              // (batch)
-  const int *page_table, *cache_batch_idx;       // (batch, …) and (batch)
-  long long page_table_stride;                   // from the pages of one sequence to those of the next
-  int rows_q, rows_k, batch_k;                   // second axis of q; second and first axis of k
-  int mask_first, mask_last, mask_from_end;      // see VarlenSequence
-  int zeros_unused;                              // whether rows of out that no sequence uses become 0
-  int padded_rows_q, padded_rows_k, unused_too;  // of a head in what is padded to slots, over all sequences
+  const int *cu_seqlens_q, *cu_seqlens_k;   // (batch + 1)
+  const int *seqused_q, *seqused_k;         // (batch)
+  const int *page_table, *cache_batch_idx;  // (batch, …) and (batch)
+  long long page_table_stride;              // from the pages of one sequence to those of the next
+  int rows_q, rows_k, batch_k;  // second axis of q; second and first axis of k: of pages, page size and number
+  int mask_first, mask_last, mask_from_end;    // see VarlenSequence
+  int zero_unused_rows;                        // whether rows of out that no sequence uses become 0
+  int padded_rows_q, padded_rows_k, padding1;  // of a head in what is padded to slots, over all sequences
 };
 
 // The functions of a program with mods: cuflash/mods/codegen/cuda.py prints them.

@@ -3,14 +3,14 @@
 #include "mask.cuh"
 #include "tile_range.cuh"
 
-// Tiles of kQueries queries beside kKeys keys. `of` is whoever knows `params.deterministic`, and the number of all
-// query tiles, for which it is asked where it is needed. why: L5.
+// Tiles of kQueries queries beside kKeys keys. `of` has `params.deterministic` and the number of all query tiles,
+// which are read where they are needed, as they would hold registers (L5).
 template <int kQueries, int kKeys>
 struct QueryTilesOf : TileRange {
   int first;
 
   // Each key block begins at a tile of its own (L38): under a mask at the first that it sees, else as if there were a
-  // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys.
+  // diagonal. When deterministic, all walk from the last tile to the first, and add to dq in the order of their keys.
   template <class Of>
   __device__ __forceinline__ QueryTilesOf(const Of& of, const Mask& mask, int block) {
     const int key_begin = block * kKeys, key_end = const_min(key_begin + kKeys, mask.seqlen_k);

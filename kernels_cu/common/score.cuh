@@ -1,4 +1,4 @@
-// Scores: what becomes of the raw products q·k before the softmax. Its one client is the softcap:
+// Scores: what becomes of the raw products q·k before the softmax. The only change is the softcap:
 //   score = cap * tanh(product / cap)        d score / d product = 1 - (score / cap)²
 // Products and scores have the same unit: an exponent is score * scale_log2 with or without a softcap.
 #pragma once

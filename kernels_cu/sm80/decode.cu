@@ -120,7 +120,7 @@ struct BlockRows {
       if (column == 0 && params.lse != nullptr) params.lse[sequence.lse_offset(at.first_head + head) + query] = lse;
     }
     const int count = params.problem.head_dim_v - column;
-    if (count <= 0 || (query >= at.queries.end && !params.problem.zeros_unused)) return;
+    if (count <= 0 || (query >= at.queries.end && !params.problem.zero_unused_rows)) return;
     char* const out = sequence.queries().address(params.out, kOutBytes, at.first_head + head, query, column);
     const float4 x = kSinks ? merged.out(o_scale) : merged.out();
     const float values[4] = {x.x, x.y, x.z, x.w};

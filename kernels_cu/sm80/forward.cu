@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const QueryWork
     if (!kVarlen || is_used) Sink(params, work.head).add(o_scale, row_lse);
     !sees ? zero_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale * dropout.scale());
     store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.problem.head_dim_v - column,
-              is_used || (exists && params.problem.zeros_unused), params.out.aligned);
+              is_used || (exists && params.problem.zero_unused_rows), params.out.aligned);
     if (params.lse != nullptr && work.part == 0 && threadIdx.x % 4 == 0 && exists) lse[i] = row_lse;
   }
 }

@@ -282,7 +282,7 @@ def test_lowering_loads_what_runs_on_every_gpu_and_gives_backward_its_workspace(
 
 def test_lowering_reserves_the_counter_of_a_counted_plan(gpus: list[str]) -> None:
     lowered(lambda *x: attention(*x, causal=True), *[(4, 4096, 16, 64)] * 3)
-    assert all(recorded.plan.launches[0].counted for recorded in Recorded.instances)
+    assert all(recorded.plan.launches[0].takes_counter for recorded in Recorded.instances)
     assert [what for what in gpus if "reserve" in what] == ["reserve 0", "reserve 1"]
 
 

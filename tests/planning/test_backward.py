@@ -119,7 +119,7 @@ def test_blocks_of_threads_that_wait_for_those_before_them_are_numbered_as_they_
     for dim in (64, 96, 128):
         for deterministic in (False, True):
             launch = backward(dim, dim, arch="sm_90", causal=True, deterministic=deterministic).launches[-1]
-            assert launch.counted == deterministic
+            assert launch.takes_counter == deterministic
 
 
 def test_keys_that_few_queries_see_have_their_own_tile() -> None:
@@ -151,8 +151,8 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
     assert delta.num_blocks == 1 + slots + rows
     if dim > 128:
         assert [plan.workspace[part].size for part in ("q_blocks", "k_blocks")] == [64 * slots] * 2
-        assert all(launch.num_blocks == H100.num_sms and launch.counted for launch in plan.launches[1:])
-        assert not any(launch.counted for launch in dense.launches)
+        assert all(launch.num_blocks == H100.num_sms and launch.takes_counter for launch in plan.launches[1:])
+        assert not any(launch.takes_counter for launch in dense.launches)
         return
     tile = plan.launches[1].variant.tile
     assert fields["num_q_blocks"] * tile.block_q == fields["stats_rows"]

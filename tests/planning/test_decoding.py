@@ -177,7 +177,7 @@ def test_blocks_of_threads_with_one_piece_of_work_have_kernels_that_begin_early(
         (launch,) = plan.launches
         tile = launch.variant.tile
         assert tile.single == single, batch  # 132 SMs, and 8 kv heads in each batch element
-        assert not tile.single or not launch.counted
+        assert not tile.single or not launch.takes_counter
         assert 2 * (launch.variant.smem_bytes + 1024) <= DEVICES["sm_90"].smem_per_sm or not tile.single
     (launch,) = cuflash.plan((4, 1, 32, 128), (90, 64, 8, 128), (90, 64, 8, 128), dtype="bfloat16", device="sm_90",
                              page_table=(4, 9), seqused_k=(4,)).launches  # fmt: skip

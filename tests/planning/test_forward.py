@@ -43,12 +43,14 @@ def test_tiles_are_counted_where_blocks_take_several_of_different_lengths() -> N
     for op in ("forward", "lse"):
         for batch, several in ((H100.num_sms // 4, False), (H100.num_sms // 4 + 1, True)):  # of 4 tiles each
             dims = batch, 128, 256, 4, 4
-            assert launched(op=op, dims=dims, causal=True).counted == several
-            assert launched(op=op, dims=dims, window_size=(9, -1)).counted == several
+            assert launched(op=op, dims=dims, causal=True).takes_counter == several
+            assert launched(op=op, dims=dims, window_size=(9, -1)).takes_counter == several
             full = launched(op=op, dims=dims)
-            assert not full.counted
+            assert not full.takes_counter
             assert full.num_blocks == H100.num_sms
-    assert not make_plan(make_problem(dims=(34, 128, 256, 4, 4), causal=True), DEVICES["sm_80"]).launches[0].counted
+    assert (
+        not make_plan(make_problem(dims=(34, 128, 256, 4, 4), causal=True), DEVICES["sm_80"]).launches[0].takes_counter
+    )
 
 
 def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2() -> None:

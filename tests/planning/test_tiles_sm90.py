@@ -16,7 +16,7 @@ from cuflash.planning.tiles_sm90 import (
     TILES,
     choose,
     choose_backward,
-    choose_rows,
+    choose_dq_dkv,
 )
 
 MANY = float("inf")
@@ -30,7 +30,7 @@ def chosen(row: Any, head_dim: int, head_dim_v: int, capped: bool, count: float 
         return choose("forward", head_dim, head_dim_v, count or row.max_keys or MANY, capped)
     if row in BACKWARD:
         return choose_backward(head_dim, head_dim_v, row.min_queries if count is None else count, capped)
-    tiles = choose_rows(head_dim, head_dim_v, capped)
+    tiles = choose_dq_dkv(head_dim, head_dim_v, capped)
     return tiles[GRADIENTS.index(row.gradient)] if tiles else None
 
 
@@ -53,7 +53,7 @@ def test_head_dims_up_to_the_last_row_have_tiles(capped: bool) -> None:
         tiles_of_ops = (
             choose("forward", *dims, 100.0, capped),
             choose_backward(*dims, 0, capped),
-            choose_rows(*dims, capped),
+            choose_dq_dkv(*dims, capped),
         )
         for most, tiles in zip((256, 128, 256), (tiles_of_ops[:1], tiles_of_ops[1:2], tiles_of_ops[2]), strict=True):
             assert (None in tiles or not tiles) == (max(dims) > most)

@@ -16,7 +16,7 @@ from cuflash.planning.device import DEVICES
 from cuflash.planning.planner import plan as make_plan
 from cuflash.runtime import call as calls
 from cuflash.runtime import device_memory, tensor_map
-from cuflash.runtime.call_cache import LruCache, RecentKeys
+from cuflash.runtime.call_cache import RecentKeys, SecondChanceCache
 from cuflash.runtime.structs import FREE_BYTES, STRUCTS, ParamBuffer, ParamTemplate
 
 POINTERS = (2**30, 2**31, 2**32, 2**33, 2**34)
@@ -31,7 +31,7 @@ def forward(seqlen: int = 300, counted: bool = False) -> tuple[calls.LoadedPlan,
     """Kernels of a problem on Hopper, and parameters like theirs."""
     problem = make_problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
     plan = make_plan(problem, DEVICES["sm_90"])
-    assert plan.launches[0].counted == counted
+    assert plan.launches[0].takes_counter == counted
     return calls.LoadedPlan(plan, 1), ParamTemplate(problem, plan.launches[0], {})
 
 
@@ -297,7 +297,7 @@ def test_a_cache_with_gaps_is_refused_and_not_copied(gpus: Gpus) -> None:
 
 
 def test_what_is_used_least_recently_is_dropped_first() -> None:
-    cache = LruCache(100)
+    cache = SecondChanceCache(100)
     for key in "abc":
         cache.put(key, key.upper(), 30)
     assert cache.get("a") == "A"

@@ -189,7 +189,7 @@ def counted_arrays(seed: int = 0) -> tuple[Any, ...]:
     if here.capability != (9, 0):
         pytest.skip(f"needs a GPU of sm_90, has {here.arch}")
     arrays = tuple(cupy.asarray(x) for x in COUNTED.arrays(seed))
-    assert cuflash.plan(*arrays, causal=True).launches[0].counted
+    assert cuflash.plan(*arrays, causal=True).launches[0].takes_counter
     return arrays
 
 
@@ -213,7 +213,7 @@ def test_gpu_counted_tiles_are_all_done_and_are_those_of_smaller_launches() -> N
     lse = cuflash.lse(*arrays[:2], causal=True)
     for n in range(COUNTED.batch):
         one = tuple(x[n : n + 1] for x in arrays)
-        assert not cuflash.plan(*one, causal=True).launches[0].counted
+        assert not cuflash.plan(*one, causal=True).launches[0].takes_counter
         assert same(out[n], cuflash.forward(*one, causal=True))
         assert same(lse[n], cuflash.lse(*one[:2], causal=True))
 

@@ -116,7 +116,7 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
         name: 2**30 * (n + 4) for n, name in enumerate(problem.op.names[3:9])
     }
     assert (struct.batch, struct.seqlen_q, struct.seqlen_k, struct.page_table_stride) == (3, 40, 7 * 16, 20)
-    assert (struct.rows_q, struct.rows_k, struct.batch_k, struct.zeros_unused) == (50, 16, 9, 1)
+    assert (struct.rows_q, struct.rows_k, struct.batch_k, struct.zero_unused_rows) == (50, 16, 9, 1)
     assert (struct.mask_first, struct.mask_last, struct.mask_from_end) == (-2, 5, 0)
     assert (struct.padded_rows_q, struct.padded_rows_k) == (128 * (0 + 3 + 2), 128 * 3)
     program = '#include "common/varlen.cuh"'

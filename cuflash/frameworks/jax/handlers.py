@@ -302,7 +302,7 @@ def load(target: str, call_spec: CallSpec, ordinals: Sequence[int]) -> int:
         loaded += 1
         workspace = max(workspace, call.plan.workspace_bytes // 4)
         for launch in call.plan.launches:
-            for words in filter(None, (launch.counted, launch.arrivals)):
+            for words in filter(None, (launch.takes_counter, launch.arrivals)):
                 with on_device(ordinal):
                     device_memory.reserve_counter(ordinal, words)
     if refused is not None and not loaded:

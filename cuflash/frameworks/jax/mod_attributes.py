@@ -12,7 +12,7 @@ from typing import Any
 from ...mods.graph.graph import Node, node, post_order, variable
 from ...mods.graph.operations import Type
 from ...mods.graph.simplify import build, constant, rebuilt, transform
-from ...problem.mod_spec import Kind, ModSpec, substituted
+from ...problem.mod_spec import ArrayKind, ModSpec, substituted
 from ...problem.operands import MOD_KINDS, SINKS, Operand
 
 
@@ -68,7 +68,7 @@ class Functions:
             limits = None if range is None else tuple(range)
             decoded.append(node(op, Type(type), [decoded[place] for place in arguments], value, limits))
         score, mask = (None if place is None else decoded[place] for place in ends)
-        kinds = tuple(Kind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
+        kinds = tuple(ArrayKind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
         mod_spec = ModSpec(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
         return cls.from_spec(mod_spec)
 

@@ -17,7 +17,7 @@ from ...mods.graph.graph import CapturedArray, Graph, Node, digest
 from ...mods.graph.simplify import cast, load, rebuilt, transform
 from ...mods.tracing.jaxpr import graph_of_jaxpr
 from ...mods.tracing.operand import is_of_library, name_of_dtype, type_of_dtype
-from ...mods.tracing.trace import KINDS, trace
+from ...mods.tracing.trace import SIGNATURES, trace
 from ...ops.block_mask import BlockMask
 from ...ops.dropout_seed import seed_number
 from ...ops.mods import ModArgs, resolve_mods
@@ -129,7 +129,7 @@ def _graph(function: Any, kind: str) -> Graph | None:
 
 def _graph_by_jax(function: Any, kind: str, error: Exception) -> Graph:
     """The graph of a function that JAX traces; `error` is why it could not be traced without."""
-    scalars = [jax.ShapeDtypeStruct((), np.dtype("float32" if x == "score" else "int32")) for x in KINDS[kind][0]]
+    scalars = [jax.ShapeDtypeStruct((), np.dtype("float32" if x == "score" else "int32")) for x in SIGNATURES[kind][0]]
     try:
         closed = jax.make_jaxpr(function)(*scalars)
     except Exception as other:

@@ -176,8 +176,8 @@ def _batched(
 
     With rows that are packed, or keys in pages or in rows of a cache, it joins heads, as all of them have the same
     lengths then. Functions of the caller are changed so that b and h stay what they were; an array that they refer to
-    has the new axis in front, if it is mapped or its gradient is wanted. Cells of a block mask get it where q does, if
-    they are not shared. Dropout, which knows b and h by itself, is done in turn.
+    has the new axis in front, if it is mapped or its gradient is wanted. Mask tiles get it where q does, if they are
+    not shared. Dropout, which knows b and h by itself, is done in turn.
 
     why an operand without the axis is copied: TMA cannot address a stride of 0, so that Hopper would run the generic
     kernels, which costs more than the copy. (Query heads that share k and v need no vmap: give them to one call, as

@@ -16,7 +16,7 @@ from ..graph.simplify import build, cast, constant
 from .array_tracer import Arrays, TracedArray
 from .functions import call, operation, to_type
 from .operand import Operand, captured, fault, is_array, source_line, type_of_dtype
-from .trace import KINDS, graph_of
+from .trace import SIGNATURES, graph_of
 from .tracers import TracedScalar
 
 # Primitives that change no value of a scalar.
@@ -37,7 +37,7 @@ def graph_of_jaxpr(closed: Any, kind: str) -> Graph:
     The arrays that its loads refer to are constants of the jaxpr, or computed here from constants alone.
     """
     reader = _Reader()
-    arguments = [TracedScalar(variable(name)) for name in KINDS[kind][0]]
+    arguments = [TracedScalar(variable(name)) for name in SIGNATURES[kind][0]]
     results = reader.run(closed.jaxpr, closed.consts, arguments)
     if len(results) != 1:
         raise fault(f"{kind} returned {len(results)} values; it must return one")

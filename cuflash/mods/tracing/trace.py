@@ -23,7 +23,7 @@ from .operand import as_node
 from .tracers import Traced, TracedScalar, dtypes
 
 # The two kinds of functions: their arguments, and the type of their results.
-KINDS = {"score_mod": (SCORE_ARGUMENTS, Type.FLOAT32), "mask_mod": (MASK_ARGUMENTS, Type.BOOL)}
+SIGNATURES = {"score_mod": (SCORE_ARGUMENTS, Type.FLOAT32), "mask_mod": (MASK_ARGUMENTS, Type.BOOL)}
 MAX_TRACES = 256  # in the cache
 MAX_TRACES_OF_CODE = 8  # in the cache, of functions with one code
 MAX_NUMBERS = 8  # different numbers before the warning
@@ -121,7 +121,7 @@ def _form(graph: Graph) -> int:
 
 
 def _signature(kind: str) -> str:
-    return f"of ({', '.join(KINDS[kind][0])})"
+    return f"of ({', '.join(SIGNATURES[kind][0])})"
 
 
 def _code_of(function: Any) -> Any:
@@ -140,7 +140,7 @@ def _name_of(function: Any) -> str:
 
 def _traced(function: Any, kind: str) -> tuple[Graph, Capture]:
     _check_arity(function, kind)
-    names, _ = KINDS[kind]
+    names, _ = SIGNATURES[kind]
     capture = Capture(function)
     arguments = [TracedScalar(variable(name)) for name in names]
     token = dtypes.set(capture.dtypes())
@@ -162,7 +162,7 @@ def _check_arity(function: Any, kind: str) -> None:
     except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
-        signature.bind(*KINDS[kind][0])
+        signature.bind(*SIGNATURES[kind][0])
     except TypeError as error:
         raise ProblemError(
             f"{kind} must be a function {_signature(kind)}, but {_name_of(function)} takes {signature}: {error}"
@@ -185,7 +185,7 @@ def graph_of(root: Node, arrays: list[CapturedArray], kind: str, name: str) -> G
     if (root.type == Type.BOOL) != (kind == "mask_mod"):
         rule = "bool; compare it with something" if kind == "mask_mod" else "a number; conditions belong to mask_mod"
         raise ProblemError(f"{kind} {name} returned a value of type {root.type.name.lower()}; it must return {rule}")
-    root = cast(root, KINDS[kind][1])
+    root = cast(root, SIGNATURES[kind][1])
     numbers = list(dict.fromkeys(each.value for each in post_order([root]) if each.op == "load"))
     places = {number: place for place, number in enumerate(numbers)}
 

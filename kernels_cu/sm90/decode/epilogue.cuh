@@ -19,7 +19,7 @@ struct DecodeOutput {
 
   // Where a row lies in out; null where out keeps what it holds there.
   __device__ __forceinline__ char* out_row(const QueryWork& work, const Row& row) const {
-    if (row.query >= work.seqlen_q && !params.problem.zeros_unused) return nullptr;
+    if (row.query >= work.seqlen_q && !params.problem.zero_unused_rows) return nullptr;
     return Place{work.q_batch, work.q_begin}.address(params.out, kOutBytes, row.head, row.query);
   }
 

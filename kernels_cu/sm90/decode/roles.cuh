@@ -1,4 +1,4 @@
-// The roles of the warps of decoding on Hopper. `Computing` is what the warps of the consumer run.
+// The roles of the warps of decoding on Hopper. `ConsumerType` is what the warps of the consumer run.
 #pragma once
 #include "../../ptx/grid.cuh"
 #include "../forward/roles.cuh"
@@ -12,7 +12,7 @@ __device__ __forceinline__ void zero_queries(const Addresses& smem) {
   fence_proxy_async();
 }
 
-template <class Computing>
+template <class ConsumerType>
 __device__ __forceinline__ void run_decode(const KernelParams& params) {
   const Addresses smem{shared_storage()};
   const int warp = warp_number();
@@ -36,6 +36,6 @@ __device__ __forceinline__ void run_decode(const KernelParams& params) {
   } else {
     if (kSetsRegisters) setmaxnreg_inc<kConsumerRegisters>();
     if (kOneTilePerBlock && kHasMods) wait_kernels_ahead();  // they may still write to captured arrays
-    Computing({params, smem}, warp - 4).run();
+    ConsumerType({params, smem}, warp - 4).run();
   }
 }

@@ -19,12 +19,12 @@ __device__ __forceinline__ void issue_qk(Scores& s, const Query& q, unsigned q_s
 // blocks longer than a key tile gain (L33).
 constexpr bool kSkipsTiles = kBlockQ > kBlockK && !kBlockSparse;
 
-// The key tiles of a query block as one warpgroup sees them. The ring holds one more before them if the group
-// skips_first, and one after them if it skips_last.
+// The key tiles of a query block as one warpgroup sees them. Tiles go down, so the first one has the last keys. The
+// ring holds one more before them if the group skips_first, and one after them if it skips_last.
 struct GroupKeys {
   TileRange tiles;  // those that the group computes
   bool skips_first = false, skips_last = false;
-  TileRange unmasked;  // those that need no mask; if block-sparse, among all tiles and not the visible ones
+  TileRange unmasked;  // those that need no mask. If block-sparse it numbers key tiles, and `tiles` visible ones
   int last_common;     // the tile of the last key that all rows see, if there is one
 
   // why from this work alone: v of a tile that is not skipped may hold NaN, and the bits of a row must not differ

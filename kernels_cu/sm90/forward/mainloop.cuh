@@ -5,8 +5,8 @@
 using Weights = unsigned[kBlockK / 4];
 using Output = float[kHeadDimV / 2];
 
-// `Computing` is the struct that derives from this one: its store(softmax) stores the rows of the work before this one.
-template <class Computing>
+// Derived: its store(softmax) stores the rows of the work before this one.
+template <class Derived>
 struct ForwardMainloop : Consumer {
   Weights p;
   Output o;
@@ -115,7 +115,9 @@ struct ForwardMainloop : Consumer {
       const int upper_begin = any_unmasked ? max(tiles.begin, keys.last_common) : tiles.begin;
 #pragma unroll 1
       while (step.n >= tiles.begin) {
-        // The loop without a mask comes first: NVRTC then makes shorter sums of descriptors (L52).
+        // Tiles from `upper_begin` on have an end to mask; below come those without a mask, then those with a begin.
+        // A call is false at a step to finish here, and ends early, if block-sparse, at a tile for the other loop. The
+        // loop without a mask comes first: NVRTC then makes shorter sums of descriptors (L52).
         const bool upper = !kBlockSparse && step.n >= upper_begin;
         if ((upper || stale_steps<true>(step, keys, kBlockSparse ? tiles.begin : keys.unmasked.begin)) &&
             stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {
@@ -137,15 +139,14 @@ struct ForwardMainloop : Consumer {
     return step.accumulate;
   }
 
-  // Takes steps down to tile `begin`; false if weights left the range, their step unfinished. Rows keep the maximum of
-  // the first tile in which they see a key, as long as their weights are in range. So the bits of a row depend on no
-  // other row, nor on which of the two loops a tile falls into. why a loop of their own for tiles without hidden keys,
-  // after the first key that all rows see: L28. If block-sparse, each loop ends before the first tile that is for the
-  // other.
+  // Takes steps down to tile `begin`; false if weights left the range or peaked (softmax.cuh), their step unfinished.
+  // The maximum is stale, as in lazy rescaling: rows keep that of the first tile in which they see a key, as long as
+  // their weights are in range. So the bits of a row depend on no other row, nor on which of the two loops a tile falls
+  // into. why a loop of their own for tiles without hidden keys, after the first key that all rows see: L28.
   template <bool kUnmasked>
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
-    // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have
-    // weighed nothing so far; the row's weights are then made again.
+    // Rows may see their first key in these tiles. In the others that happens only where all scores before weighed
+    // nothing; the row's weights are then recomputed.
     constexpr bool kMayBeginRows = !kUnmasked || (kMaskMod && !kBlockSparse) || kScoreModMayMask;
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
@@ -263,7 +264,7 @@ struct ForwardMainloop : Consumer {
     return tile.is_full(group) && tile.n() >= keys.unmasked.begin && tile.n() < keys.unmasked.end;
   }
 
-  __device__ __forceinline__ Computing& self() { return static_cast<Computing&>(*this); }
+  __device__ __forceinline__ Derived& self() { return static_cast<Derived&>(*this); }
 
   // Ping-pong: warpgroups issue their products alternately (L27).
   __device__ __forceinline__ void wait_issue() const {

@@ -1,5 +1,5 @@
-// The roles of the warps of forward and lse on Hopper, for dense work and for variable-length sequences. `Computing` is
-// what the warps of the consumers run.
+// The roles of the warps of forward and lse on Hopper, for dense work and for variable-length sequences. `ConsumerType`
+// is what the warps of the consumers run.
 #pragma once
 #include "../../ptx/warpgroup.cuh"
 #include "producer.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void fetch_lengths(const ProblemParams& p) {
   fetch(p.cu_seqlens_k), fetch(p.seqused_q), fetch(p.seqused_k);
 }
 
-template <class Computing>
+template <class ConsumerType>
 __device__ __forceinline__ void run_dense(const KernelParams& params) {
   const Addresses smem{shared_storage()};
   const int warp = warp_number();
@@ -43,11 +43,11 @@ __device__ __forceinline__ void run_dense(const KernelParams& params) {
     else if (kBlockSparse && warp == kSchedulerWarp) DenseSchedulerWarp<QueryWork>{{{params, smem}}}.run(first);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    Computing({params, smem}, warp - 4).run();
+    ConsumerType({params, smem}, warp - 4).run();
   }
 }
 
-template <class Computing>
+template <class ConsumerType>
 __device__ __forceinline__ void run_varlen(const KernelParams& params) {
   const Addresses smem{shared_storage()};
   const int warp = warp_number();
@@ -67,12 +67,12 @@ __device__ __forceinline__ void run_varlen(const KernelParams& params) {
     else if (warp == 2 && kPaged && kPanelsV > 0) produce_keys<QueryWork>(params, smem, 1);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    Computing({params, smem}, warp - 4).run();
+    ConsumerType({params, smem}, warp - 4).run();
   }
 }
 
-template <class Computing>
+template <class ConsumerType>
 __device__ __forceinline__ void run_roles(const KernelParams& params) {
-  if constexpr (kVarlen) run_varlen<Computing>(params);
-  else run_dense<Computing>(params);
+  if constexpr (kVarlen) run_varlen<ConsumerType>(params);
+  else run_dense<ConsumerType>(params);
 }

@@ -75,7 +75,7 @@ struct PlainTile {
 
 // A key tile under a mask_mod. The mask tiles along its rows are those of the warpgroups.
 struct GroupsTile {
-  int bits;  // 64 n, 8 for each warpgroup that sees something, and 1 for each that sees all
+  int bits;  // bit g: group g sees all of the tile; bit 3 + g: it sees some; from bit 6 on: n
 
   __device__ __forceinline__ explicit GroupsTile(int all_bits) : bits(all_bits) {}
   __device__ __forceinline__ GroupsTile(int n, MaskTileKinds kinds) : bits(64 * n) {

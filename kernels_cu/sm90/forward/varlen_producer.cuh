@@ -159,13 +159,13 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   static constexpr unsigned kNone = ~0u;
   static constexpr int kNoPage = -1;
   static constexpr int kParts = (kBlockK + 31) / 32;
-  using Pages = int[kParts];
+  using LanePages = int[kParts];
   static constexpr int kHeld = kCopies ? kDecode ? kParts : 0 : 1;  // why not elsewhere: registers
 
   // Pages of the tile that is likely to be next, which come from memory.
   unsigned held_work = kNone;
   int held_tile = 0;
-  Pages held;
+  LanePages held;
   // Tiles that threads copy, and that are not yet published: how many, and their slots, a byte each.
   int num_unpublished = 0;
   unsigned unpublished = 0;
@@ -186,7 +186,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   // Loads k or v of tile n of work i into the ring.
   __device__ __forceinline__ void load(bool is_v, unsigned i, int n) {
     const AnyWork work = smem.work(i);
-    Pages pages;
+    LanePages pages;
     if constexpr (kHeld > 0) {
       if (held_work != i || held_tile != n) look_up(work, n);
 #pragma unroll
@@ -229,7 +229,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   }
 
   // Threads copy, eight a panel of a key, where pages are small or of any size.
-  __device__ __forceinline__ void copy_keys(bool is_v, unsigned i, int n, const Pages& pages) {
+  __device__ __forceinline__ void copy_keys(bool is_v, unsigned i, int n, const LanePages& pages) {
     constexpr int kUnrolled = kDecode ? 8 : 1;  // why not elsewhere: registers
     const ProblemParams& problem = params.problem;
     const Operand& x = is_v ? params.v : params.k;

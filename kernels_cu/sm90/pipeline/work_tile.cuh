@@ -111,7 +111,7 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
       return {problem.rows_q, work.q_begin + query, work.q_begin + work.seqlen_q, work.q_batch};
     }
     __device__ VarlenMapRows out_from(int query) const {
-      const int end = problem.zeros_unused ? work.num_rows : work.seqlen_q;
+      const int end = problem.zero_unused_rows ? work.num_rows : work.seqlen_q;
       return {problem.rows_q, work.q_begin + query, work.q_begin + end, work.q_batch};
     }
     __device__ VarlenMapRows visible_keys_from(int key) const {
