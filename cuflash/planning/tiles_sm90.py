@@ -224,8 +224,8 @@ TILES = (
     WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
     WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
 )
-# What kernels with mods take if the rows above spill registers with them, or are not for dropout, in this order:
-# without columns of q in registers, then with fewer keys.
+# Tiles of kernels with mods if the rows above spill registers with them, or are not for dropout, in this order: fewer
+# columns of q in registers, then fewer keys.
 MOD_TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1),
     WarpgroupTile(64, 64, 128, 128, 10, 2, 0, 1),

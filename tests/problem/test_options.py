@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -42,6 +43,32 @@ def test_append_kv_takes_its_operands_in_their_order_and_the_options_of_the_tabl
         "q_same_position": False, "rotary_interleaved": False}  # fmt: skip
     for name in names("append_kv"):
         assert signature[name].default is DEFAULTS[name]
+
+
+class StoppedError(Exception):
+    """Ends a call once its options are known."""
+
+
+@pytest.mark.parametrize("op", ["forward", "lse", "backward", "append_kv"])
+def test_every_option_of_a_call_reaches_its_key(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {name: object() for name in names(op)}
+
+    def options_key(**keywords: Any) -> Any:
+        assert {name: keywords[name] for name in values} == values
+        raise StoppedError
+
+    module = importlib.import_module(f"cuflash.ops.{'append' if op == 'append_kv' else op}")
+    monkeypatch.setattr(module, "options_key", options_key)
+    arrays: list[Any] = [None] * {"forward": 3, "lse": 2, "backward": 6, "append_kv": 5}[op]
+    with pytest.raises(StoppedError):
+        getattr(cuflash, op)(*arrays, **values)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_keyword_of_a_key_is_its_option(name: str) -> None:
+    value = (3, 4) if name == "window_size" else "a value"
+    keywords: dict[str, Any] = {name: value}
+    assert options_key(**keywords).options == Options(**keywords) != Options()
 
 
 def test_equal_numbers_of_other_types_are_other_keys() -> None:
