@@ -103,7 +103,7 @@ FAULTS = (
     Fault("the slope of a quotient has no sign", "mods/graph/derivative.py",
           "_negative(build(\"divide\", _times(adjoint, node), node.arguments[1]))",
           "build(\"divide\", _times(adjoint, node), node.arguments[1])", "mods/test_derivative.py"),
-    Fault("a cell that is seen in part is whole", "reference/block_mask.py", "np.where(all_visible, FULL,",
+    Fault("a mask tile that is visible in part is full", "reference/block_mask.py", "np.where(all_visible, FULL,",
           "np.where(some, FULL,", "reference/test_block_mask.py"),
     Fault("a state that saw nothing is read", "reference/merge.py", "np.where(np.isneginf(lse)[..., None], 0, ",
           "np.where(np.isnan(lse)[..., None], 0, ", "ops/test_merge.py"),
@@ -157,7 +157,7 @@ FAULTS = (
     Fault("keys of pages that are not there are seen", "kernels_cu/sm90/forward/pages.cuh",
           "bool is_there = page_bits >>", "bool is_there = ~0u >>",
           "ops/test_sequences.py ops/test_decoding.py", "hides_its_own_keys or out_dtype_keeps"),
-    Fault("a cell that is seen in part counts as whole", "kernels_cu/portable/block_mask.cu",
+    Fault("a mask tile that is visible in part counts as full", "kernels_cu/portable/block_mask.cu",
           "if (any_visible && any_hidden) return kPartialTile;", "if (any_visible && any_hidden) return kFullTile;",
           "kernels/test_block_mask.py"),
 )  # fmt: skip

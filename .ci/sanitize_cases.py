@@ -268,7 +268,7 @@ def mod_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
         options: dict[str, Any] = {"used_q": True, "used_k": True, "spare_q": (5, 3, 0, 9), "spare_k": (0, 9, 2, 3)}
         packed = Sequences("packed", *lengths, causal=True, softmax_scale=LARGE, **options, **shapes)
         yield ModCase(packed, several), ("flash2", *BACKWARD)
-        # Nobody sees the first keys; without a mask among the functions there are no cells.
+        # No query sees the first keys; without a mask among the functions there are no mask tiles.
         masked: dict[str, Any] = {"window_size": (90, 20), "diagonal_offset": 100, "softcap": 15.0}
         window = Sequences("window", *lengths, **masked, **options, **shapes)
         yield ModCase(window, functions.joined(functions.bounded, functions.dropped)), ("flash2", *BACKWARD)

@@ -1,6 +1,6 @@
 """Documents that lie one after the other in each sequence: a mask_mod, its block mask, and the packed call.
 
-A mask needs no packing, and goes with any other mask. A block mask finds once, for all layers, which cells of 64 x 64
+A mask needs no packing, and goes with any other mask. A block mask finds once, for all layers, which tiles of 64 x 64
 scores show nothing. Where sequences have no padding, the packed call gives the same numbers. It runs with each array
 library that is installed, on a GPU where there is one; it exits with 1 if the results differ.
 """

@@ -1,4 +1,4 @@
-"""`cuflash.create_block_mask`: which cells of 64 queries x 64 keys a mask_mod leaves empty, shows in part, or whole."""
+"""`cuflash.create_block_mask`: tiles of 64 queries x 64 keys that a mask_mod leaves empty, shows in part, or whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = ("empty", "partial", "full")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockMask:
-    """The cells of a mask_mod, made by `create_block_mask`, for any number of calls.
+    """The mask tiles of a mask_mod, made by `create_block_mask`, for any number of calls.
 
     cells: int8 (batch or 1, heads or 1, seqlen_q / 64, seqlen_k / 64), rounded up: 0 empty, 1 partial, 2 full. sizes:
     batch, heads, seqlen_q and seqlen_k. tells: whether the lengths of queries, and of keys, were given by arrays.
@@ -46,7 +46,7 @@ class BlockMask:
         for side, name in enumerate("qk"):
             bounds, used = getattr(varlen, f"cu_seqlens_{name}"), getattr(varlen, f"seqused_{name}")
             has_varlen_args = bounds is not None or used is not None
-            # why not the other way round: cells of whole sequences hold for shorter ones, unless the mask uses lengths.
+            # why not the other way round: tiles of whole sequences hold for shorter ones, unless the mask uses lengths.
             if self.tells[side] and not has_varlen_args:
                 how = "with arrays that tell", "has none"
             elif uses_lengths and has_varlen_args and not self.tells[side]:

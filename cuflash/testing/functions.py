@@ -132,7 +132,7 @@ def prefix(put: Put, case: Case) -> Arguments:
 
 
 def segments(put: Put, case: Case) -> Arguments:
-    """Numbers that come again, in runs of up to 90 tokens, so that there are cells of all three kinds."""
+    """Numbers that come again, in runs of up to 90 tokens, so that there are mask tiles of all three kinds."""
     random = np.random.default_rng(3)
     ids = np.repeat(random.integers(0, 3, (case.batch, 600)), 45, axis=1)[:, : case.seqlen_k]
     return {"mask_mod": masks.segments(put(ids.astype(np.int32)))}

@@ -91,7 +91,7 @@ def test_used_and_packed_lengths() -> None:
     most = {"max_seqlen_q": ROWS, "max_seqlen_k": KEYS}
     out = cuflash.forward(*rows, block_mask=packed, **bounds, **most)
     assert (out == cuflash.forward(*rows, mask_mod=MASKS["of lengths"], **bounds, **most)).all()
-    # Cells of whole sequences hold for shorter ones, unless the mask asks for lengths.
+    # Mask tiles of whole sequences hold for shorter ones, unless the mask uses lengths.
     whole = block_mask_of("of batch")
     assert (cuflash.forward(q, k, v, block_mask=whole, **varlen_kwargs)
             == cuflash.forward(q, k, v, mask_mod=MASKS["of batch"], **varlen_kwargs)).all()  # fmt: skip

@@ -1,4 +1,4 @@
-"""Cells of 64 x 64 scores: which calls find them, how many there are, and who shares them."""
+"""Mask tiles of 64 x 64 scores: which calls find them, how many there are, and who shares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells of block masks on NumPy, held against the mask_mod of each single score."""
+"""Mask tiles of block masks on NumPy, held against the mask_mod of each single score."""
 
 from __future__ import annotations
 

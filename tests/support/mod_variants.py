@@ -16,7 +16,7 @@ from cuflash.testing.cases import Case
 from cuflash.testing.functions import alibi, document, everything, joined, relative_position, sinks_of, softcap
 from cuflash.testing.mods import without_grads
 
-# Each with the head dims that it is compiled for: ALiBi costs least, and a mask has cells.
+# Each with the head dims that it is compiled for: ALiBi costs least, and a mask has mask tiles.
 CALLS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "alibi": (alibi, (64, 128, 256)),
     "softcap": (softcap, (64,)),

@@ -1,7 +1,7 @@
 """Mods (score_mod, mask_mod, bias, sinks, dropout) in JAX: what `attention` does with them.
 
-All arrays that they read are operands of the call, those that functions refer to and the cells of a block mask, too. So
-these may be traced values: arguments of a jitted function, or what is differentiated or mapped.
+All arrays that they read are operands of the call: also those that functions refer to, and the mask tiles of a block
+mask. So these may be traced values: arguments of a jitted function, or what is differentiated or mapped.
 """
 
 from __future__ import annotations

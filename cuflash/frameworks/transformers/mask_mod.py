@@ -56,7 +56,7 @@ def _number(value: Any, device: torch.device) -> Tensor | None:
 
 
 def keywords_of(mask_mod: Mod, shape: tuple[int, ...], heads: int, device: torch.device) -> dict[str, Any] | None:
-    """The keywords of `attention` for a mask_mod, with its cells if it has any; None if it cannot be traced.
+    """The keywords of `attention` for a mask_mod, with its mask tiles if it has any; None if it cannot be traced.
 
     shape: (batch, 1, seqlen_q, seqlen_k).
     """
