@@ -68,6 +68,7 @@ TESTED_ELSEWHERE = {
     "frameworks/jax/partition": "frameworks/test_xla_partition.py",
     **dict.fromkeys((f"frameworks/jax/{name}" for name in ("arguments", "autograd")), "frameworks/test_jax.py"),
     **dict.fromkeys((f"frameworks/jax/{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
+    "mods/operations": "ops/test_block_mask.py",
     "frameworks/torch/autograd": "frameworks/test_torch_func.py",
     "frameworks/torch/sdpa_masks": "frameworks/test_sdpa.py",
     "frameworks/torch/tensors": "frameworks/test_torch.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import re
 from typing import Any
 
@@ -180,3 +182,30 @@ def test_a_block_mask_of_a_window_fits_its_lengths_alone(name: str) -> None:
                 cuflash.forward(q, k, v, block_mask=other, **more)
             with pytest.raises(cuflash.ProblemError, match=f"block_mask was made for batch {sizes[0]}, heads"):
                 cuflash.backward(q, q, k, v, *expected, block_mask=other, **more)
+
+
+# pickle.dumps(cuflash.create_block_mask(mods.causal, 1, 1, 128, 128, like=np.zeros(0)), 4) at commit 2c43c98
+OLD_PICKLE = """
+gASV+AMAAAAAAACMFmN1Zmxhc2gub3BzLmJsb2NrX21hc2uUjAlCbG9ja01hc2uUk5QpgZRdlCiMEmN1Zmxhc2gubW9kcy5tYXNrc5SMBmNhdXNh
+bJSTlIwWbnVtcHkuX2NvcmUubXVsdGlhcnJheZSMDF9yZWNvbnN0cnVjdJSTlIwFbnVtcHmUjAduZGFycmF5lJOUSwCFlEMBYpSHlFKUKEsBKEsB
+SwFLAksCdJRoC4wFZHR5cGWUk5SMAmkxlImIh5RSlChLA4wBfJROTk5K/////0r/////SwB0lGKJQwQBAAIBlHSUYowYY3VmbGFzaC5wcm9ibGVt
+Lm9wZXJhbmRzlIwFU2l6ZXOUk5QoSwFLAUuAS4B0lIGUiYmGlIwSY3VmbGFzaC5tb2RzLmdyYXBolIwFR3JhcGiUk5QpgZROfZQojARyb290lGgi
+jAROb2RllJOUKYGUTn2UKIwJYXJndW1lbnRzlGgpKYGUTn2UKGgsKYwGZGlnZXN0lEMQiFenBgaLmIdyWfOW8tWDPJSMBmlucHV0c5QojAVrX2lk
+eJSRlIwCb3CUjAVpbnB1dJSMBXJhbmdllEsASv///z+GlIwEdHlwZZSMF2N1Zmxhc2gubW9kcy5vcGVyYXRpb25zlIwEVHlwZZSTlEsBhZRSlIwF
+dmFsdWWUaDJ1hpRiaCkpgZROfZQoaCxoKSmBlE59lChoLGgpKYGUTn2UKGgsKWgvQxAQwsAbhPh5qGErqVlZiuTllGgxKIwIc2VxbGVuX2uUkZRo
+NGg1aDZLAEr///8/hpRoOGg9aD5oR3WGlGJoKSmBlE59lChoLCloL0MQYadzGACy56RFpD/vRKxUzJRoMSiMBXFfaWR4lJGUaDRoNWg2SwBK////
+P4aUaDhoPWg+aE51hpRihpRoL0MQkZIcVA3qjmId2CYBxLiTFpRoMShoTmhHkZRoNIwDYWRklGg2SwBK/v//f4aUaDhoPWg+TnWGlGJoKSmBlE59
+lChoLCloL0MQKXsQyeUUKmnJ2Ce9WaaXpJRoMSiMCHNlcWxlbl9xlJGUaDRoNWg2SwBK////P4aUaDhoPWg+aFt1hpRihpRoL0MQjPeiIOhc5Q7i
+yOblZ/zZR5RoMShoTmhbaEeRlGg0jAhzdWJ0cmFjdJRoNkoBAADASv7//3+GlGg4aD1oPk51hpRihpRoL0MQZOENydjL/8WFbFCAzxVP/JRoMSho
+R2hOaDJoW5GUaDSMCmxlc3NfZXF1YWyUaDZLAEsBhpRoOGg7SwCFlFKUaD5OdYaUYowGYXJyYXlzlCloL4wgYjNkOWZhYTQzN2YyNDA5NWQ0MjA3
+MTNlNjU5YzgwNDWUdYaUYmViLg==
+"""
+
+
+def test_a_block_mask_that_an_older_version_pickled_is_read() -> None:
+    block_mask = pickle.loads(base64.b64decode(OLD_PICKLE))
+    expected = cuflash.create_block_mask(mods.causal, 1, 1, 128, 128, like=np.zeros(0))
+    assert repr(block_mask) == repr(expected)
+    q = np.random.default_rng(0).standard_normal((1, 128, 1, 8)).astype(np.float32)
+    for each in (block_mask, pickle.loads(pickle.dumps(expected))):
+        np.testing.assert_array_equal(cuflash.forward(q, q, q, block_mask=each), cuflash.forward(q, q, q, causal=True))

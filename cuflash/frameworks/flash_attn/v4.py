@@ -31,10 +31,6 @@ from .mods import later_mod_kwargs
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
-_MODS = (
-    *("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"),
-    *("block_sparse_tensors", "block_sparse_tensors_bwd"),
-)
 
 
 def flash_attn_func(
@@ -76,8 +72,18 @@ def flash_attn_func(
     >>> out.shape
     torch.Size([2, 100, 4, 64])
     """
-    mods = score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors, block_sparse_tensors_bwd
-    _refuse(pack_gqa, qv, gather_kv_indices, mods)
+    _refuse(
+        pack_gqa,
+        qv=qv,
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    )
     window = _window(causal, window_size)
     shared_args = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
     result = attend(q, k, v, *shared_args, later_mod_kwargs("learnable_sink", learnable_sink))
@@ -126,8 +132,17 @@ def flash_attn_varlen_func(
     Returns (out, lse): out in the shape of q (with the head_dim of v), and lse (heads_q, total_q), or (batch, heads_q,
     seqlen_q) where q is not packed, float32 with `return_lse`, else None. Errors are those of `flash_attn_func`.
     """
-    mods = score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors, None
-    _refuse(pack_gqa, qv, gather_kv_indices, mods)
+    _refuse(
+        pack_gqa,
+        qv=qv,
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+    )
     window = _window(causal, window_size)
     varlen_kwargs = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
     shared_args = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
@@ -135,23 +150,23 @@ def flash_attn_varlen_func(
     return result if return_lse else (result, None)
 
 
-def _refuse(pack_gqa: Any, qv: Any, gather_kv_indices: Any, mods: tuple[Any, ...]) -> None:
-    """Raises for arguments without a counterpart here. mods: the values of those that `_MODS` names."""
+def _refuse(pack_gqa: Any, **arguments: Any) -> None:
+    """Raises for the first of the arguments that has no counterpart here."""
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
-    for name, value in (("qv", qv), ("gather_kv_indices", gather_kv_indices)):
-        if value is not None:
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if name in ("qv", "gather_kv_indices"):
             raise UnsupportedError(
                 f"{name}: cuflash does not have it; leave None, or take FlashAttention-4's own function"
             )
-    for name, value in zip(_MODS, mods, strict=True):
-        if value is not None:
-            raise UnsupportedError(
-                f"{name} belongs to functions of scores and masks in CuTe code, which cuflash cannot read; call "
-                "cuflash.frameworks.torch.attention, whose score_mod(score, b, h, q_idx, k_idx), mask_mod(b, h, q_idx, "
-                "k_idx) and block_mask (of cuflash.create_block_mask) are Python code, or take FlashAttention-4's own "
-                "function"
-            )
+        raise UnsupportedError(
+            f"{name} belongs to functions of scores and masks in CuTe code, which cuflash cannot read; call "
+            "cuflash.frameworks.torch.attention, whose score_mod(score, b, h, q_idx, k_idx), mask_mod(b, h, q_idx, "
+            "k_idx) and block_mask (of cuflash.create_block_mask) are Python code, or take FlashAttention-4's own "
+            "function"
+        )
 
 
 def _window(causal: Any, window_size: Any) -> Any:
