@@ -282,6 +282,26 @@ def test_files_stay_small(tmp_path: Path) -> None:
         assert not long, f"over {most} lines of code: {long}"
 
 
+def test_documents_of_kernels_name_what_is_there() -> None:
+    sources = {short(path): path.read_text("utf-8") for path in (*SOURCES, *NAMES.values())}
+    words, names = (
+        re.compile(r"[A-Za-z_]\w*"),
+        re.compile(r"((?:`[^`]+`(?:, | and ))*`[^`]+`) in `([^` ]+\.(?:cuh?|py))`"),
+    )
+    missing, count = [], 0
+    for document in ("LESSONS.md", "DESIGN.md"):
+        text = " ".join((KERNELS / document).read_text("utf-8").split())
+        files = re.findall(r"`((?:sm80|sm90|common|portable|ptx|planning|runtime|problem)/[\w/]+\.(?:cuh?|py))`", text)
+        missing += [name for name in files if not any(f"/{source}".endswith(f"/{name}") for source in sources)]
+        for listed, name in names.findall(text):
+            texts = [text for source, text in sources.items() if f"/{source}".endswith(f"/{name}")]
+            listed = [word for each in listed.split("`")[1::2] if "/" not in each for word in words.findall(each)]
+            missing += [f"{word} in {name}" for word in listed if not any(word in text for text in texts)]
+            count += len(listed)
+    assert not missing
+    assert count >= 10
+
+
 def test_no_lock_is_left_to_children_by_fork() -> None:
     kinds = re.compile(r"threading\.(R?Lock|Condition|Event|Semaphore)|@(functools\.)?cached_property")
     modules = {name for name, path in NAMES.items() if kinds.search(path.read_text("utf-8"))}

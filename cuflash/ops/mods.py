@@ -186,7 +186,7 @@ def _mask(mod_args: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, B
 
 
 def _fits(mask_band: Band, options: Options) -> bool:
-    """Returns whether a band counts from where the mask of the options does, or one of both masks out nothing."""
+    """Returns whether a band counts from where the mask of the options does, or either of the two hides nothing."""
     window = options.window_size
     sides = window if isinstance(window, tuple | list) else (0,)
     is_open = all(side is None or (is_integer(side) and side == -1) for side in sides)

@@ -49,11 +49,11 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
     else:
         row = tiles_sm90.choose(op, *dims, keys, is_capped)
         rows = () if row is None else (row,)
-    few = None
-    for few in decode_plans(problem, device, rows):
-        yield few
-    # why not after those: the kernels for any GPU share keys among thread blocks, too.
-    if few is None:
+    decode_plan = None
+    for decode_plan in decode_plans(problem, device, rows):
+        yield decode_plan
+    # Where decode kernels would be faster but spill, sm80's take the call: they share keys among thread blocks, too.
+    if decode_plan is None:
         yield from (_warpgroup_plan(problem, device, tile, mod_code) for tile in rows)
 
 

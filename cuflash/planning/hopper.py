@@ -22,8 +22,8 @@ MOVED = {
 def reason_against(problem: Problem, device: Device, misaligned: Collection[str]) -> str | None:
     """Returns why Hopper's kernels cannot take this problem, or None. Whether head dims have a tile is not looked at.
 
-    `misaligned`: the operands that do not begin at a multiple of 16 bytes. With split_size, UnsupportedError is raised
-    where only the layout forbids it.
+    misaligned: the operands that are taken as not beginning at a multiple of 16 bytes. With split_size it raises
+    UnsupportedError where only the layout forbids it.
     """
     if device.capability != HOPPER:
         return f"{device.name} is {device.arch}"

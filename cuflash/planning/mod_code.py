@@ -27,7 +27,7 @@ from ..problem.options import LOG2_E
 from ..problem.problem import Problem
 
 RESULTS = ("score", "visible", "slope")
-# why: one kernel computes mask tiles, others evaluate single elements, with queries or keys in their rows.
+# Results whose bits must be equal in all kernels: one computes mask tiles, others evaluate single elements.
 EXACT = ("visible",)
 # Words of 8 bytes behind the captured arrays: `ModParams` in kernels_cu/common/params.cuh.
 MORE_WORDS = 8

@@ -43,8 +43,8 @@ class Launch(NamedTuple):
     `fields` are the numbers of its parameter struct that the plan sets: neither pointers, nor strides of operands, nor
     part of `ProblemParams`; `tma_boxes` are its tensor maps by operand. If `takes_counter`, blocks take numbers from a
     counter: of their work tiles, or of themselves in the order in which they begin. `arrivals` is
-    the number of counters by which blocks find out which of them was the last to end. `aliases` says which operand, or
-    part of the workspace, a member of the struct stands for that has not the same name.
+    the number of counters by which blocks find out which of them was the last to end. `aliases` maps a member of the
+    struct to the operand, or part of the workspace, that it stands for, where their names differ.
     """
 
     variant: Variant

@@ -78,7 +78,7 @@ class LoadedPlan:
         self._counters = [(number, *each) for number, launch in enumerate(firsts) for each in _counter_words(launch)]
         self._kernels = [(numbers[_struct_key(launch)], _load(launch, ordinal)) for launch in launches]
         self.workspace = (plan.workspace_bytes // 4,) if plan.workspace_bytes and plan.launches else ()  # its shape
-        # why one launch: of several, those of two threads could take turns on the stream.
+        # why one launch: several of two threads could interleave on the stream.
         self.shares_scratch = len(launches) == 1 and 0 < plan.workspace_bytes <= device_memory.SCRATCH_BYTES
         index = plan.problem.op.index
         # The operands that must begin at a multiple of so many bytes, less one: those that the copy engine moves …

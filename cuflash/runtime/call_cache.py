@@ -14,8 +14,8 @@ class SecondChanceCache:
 
     All but the newest take at most `max_bytes`.
 
-    A value that was used since it came to the end of the queue goes to its beginning once more instead of being dropped
-    (the "second chance" algorithm): to note a use is then a third of the cost of moving it at once.
+    Values stand in a queue. One that was used since it was put in, or last spared, goes to the back again instead of
+    being dropped (the "second chance" algorithm): to note a use is a third of the cost of moving it at once.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -355,9 +355,9 @@ class ParamTemplate:
             words[word] = pointers[number]
         for word, begin in self._workspace:
             words[word] = pointers[-1] + begin
-        for number, word, misaligning in self._operands:
+        for number, word, alignment_mask in self._operands:
             words[word] = pointer = pointers[number]
-            buffer.ints[2 * word + 8] = not pointer & misaligning
+            buffer.ints[2 * word + 8] = not pointer & alignment_mask
         for number, place, begin in self._maps:
             pointer = pointers[number]
             if pointer and (result := self._move(buffer.address + place, pointer + begin)):

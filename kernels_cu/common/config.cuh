@@ -55,7 +55,7 @@ constexpr bool kScoreMod = CUFLASH_SCORE_MOD;                  // scores are mad
 constexpr bool kScoreModMayMask = CUFLASH_SCORE_MOD_MAY_MASK;  // some of them may be -inf, as if a mask hid the key
 constexpr bool kModsTogether = CUFLASH_MODS_TOGETHER;          // registers hold what all elements of a step load
 constexpr bool kMaskMod = CUFLASH_MASK_MOD;                    // a function gives the visible keys
-constexpr bool kScoreModGrad = CUFLASH_SCORE_MOD_GRAD;         // the derivative of that of scores is not 1
+constexpr bool kScoreModGrad = CUFLASH_SCORE_MOD_GRAD;         // the derivative of score_mod is not 1
 constexpr bool kSteepSlope = CUFLASH_SCORE_MOD_GRAD == 2;      // it or the score may be infinite, or NaN
 constexpr bool kSinks = CUFLASH_SINKS;                         // each head has one more logit without a value
 constexpr bool kDropout = CUFLASH_DROPOUT;                     // weights are dropped (common/dropout.cuh)

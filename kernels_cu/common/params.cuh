@@ -1,5 +1,6 @@
 // Run-time arguments: every kernel takes one struct by value. cuflash/runtime/structs.py mirrors these structs field by
-// field: a kernel asserts its struct's size, and a test compares the offset of every field.
+// field: a kernel asserts its struct's size, and a test compares the offset of every field. mod_params.py writes
+// ModParams, whose size alone is asserted.
 #pragma once
 #include "../ptx/tma.cuh"
 #include "score.cuh"

@@ -83,8 +83,8 @@ struct RowSlots {
 constexpr int kPaddedSlot = 128;
 
 // Where rows begin in a tensor map that ends where a sequence ends. Its axes are (head_dim, rows, heads, rows + 1,
-// batch), and both axes of rows go from row to row of an operand that begins `rows` rows after the map. So a box at
-// (rows + row - end, end) begins at `row`, and is cut off where the second axis ends, which is at row `end`.
+// batch), and both axes of rows have the stride of a row. The map begins `rows` rows before the operand. So a box at
+// (rows + row - end, end) begins at `row`, and what lies from row `end` on is out of bounds: with end = 0, all of it.
 struct VarlenMapRows {
   int rows, row, end, batch;
 

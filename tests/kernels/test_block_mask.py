@@ -55,7 +55,7 @@ TILE_LENGTHS = ((1, 1), (63, 65), (64, 64), (65, 63), (128, 300), (300, 128), (1
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_cells_are_those_of_numpy(cupy: Any, name: str) -> None:
+def test_mask_tiles_are_those_of_numpy(cupy: Any, name: str) -> None:
     """Also for one sequence and head, whose mask tiles serve all, where the mask does not depend on them."""
     like = cupy.zeros(1, "float16")
     for lengths, (batch, heads) in [(x, (2, 4)) for x in TILE_LENGTHS] + [((200, 500), (1, 1)), ((70, 70), (5, 3))]:
@@ -72,7 +72,7 @@ PACKED = Sequences("cells", (130, 0, 300, 1), (65, 200, 300, 64), bounded=True, 
 
 
 @pytest.mark.parametrize("name", ["causal_document", "prefix", "striped"])
-def test_cells_of_sequences_are_those_of_their_used_lengths(cupy: Any, name: str) -> None:
+def test_mask_tiles_of_sequences_are_those_of_their_used_lengths(cupy: Any, name: str) -> None:
     inputs = varlen_arrays(PACKED)
     case = bounds_case(inputs)
     varlen_kwargs = {name: cupy.asarray(x) for name, x in inputs.varlen_kwargs.items()}
@@ -85,7 +85,7 @@ def test_cells_of_sequences_are_those_of_their_used_lengths(cupy: Any, name: str
         np.testing.assert_array_equal(host(tiles), mask_tiles_of(graph, *lengths, used))
 
 
-def test_cells_of_tensors_are_tensors(cupy: Any) -> None:
+def test_mask_tiles_of_tensors_are_tensors(cupy: Any) -> None:
     torch = pytest.importorskip("torch")
     mask_mod = FUNCTIONS["segments"](lambda x: torch_of(np.asarray(x), "cuda"), CASE)["mask_mod"]
     tiles = cuflash.create_block_mask(mask_mod, 2, 1, 300, 300, like=torch.zeros(1, device="cuda")).cells
@@ -136,7 +136,7 @@ def test_a_block_mask_goes_with_scores_a_window_and_a_cap(cupy: Any, dims: tuple
     check_gradients(inputs, of_numpy, host(out), None, gradients, grads)
 
 
-def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
+def test_mask_tiles_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
     """Keys of the middle tile are hidden from all: what they hold leaves no trace, in k and v, and has no gradient."""
     hidden = slice(128, 384)
 

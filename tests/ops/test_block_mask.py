@@ -55,7 +55,7 @@ def test_a_call_with_a_block_mask_is_that_with_its_mask_mod(name: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_cells_are_of_the_library_of_like(library: str) -> None:
+def test_mask_tiles_are_of_the_library_of_like(library: str) -> None:
     convert = torch_of if library == "torch" else jax_of
     offsets, like = convert(OFFSETS, "cpu"), convert(np.zeros((3, 4), np.float32), "cpu")
     if library == "torch":

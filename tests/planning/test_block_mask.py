@@ -276,7 +276,7 @@ def test_other_calls_find_none() -> None:
         assert "mask_tiles" not in make_plan(problem, A100).workspace
 
 
-def test_cells_that_are_given_are_used_and_not_found_again() -> None:
+def test_mask_tiles_that_are_given_are_used_and_not_found_again() -> None:
     problem = make_problem(masks.chunked(64), has_block_mask=True)
     assert is_block_sparse(problem)
     assert [launch.variant.op for launch in make_plan(problem, A100).launches] == ["forward"]
@@ -331,7 +331,7 @@ def strides_of(problem: Problem) -> tuple[int, int, int]:
     return strides
 
 
-def test_cells_that_are_given_have_the_strides_of_their_shape() -> None:
+def test_mask_tiles_that_are_given_have_the_strides_of_their_shape() -> None:
     assert strides_of(make_problem(masks.chunked(64), has_block_mask=True)) == (0, 0, 8)
 
 

@@ -321,7 +321,7 @@ def test_gradients_of_packed_sequences_add_up() -> None:
 
 
 @pytest.mark.parametrize("by_heads", [False, True])
-def test_cells_that_show_nothing_are_passed_over(by_heads: bool) -> None:
+def test_mask_tiles_that_show_nothing_are_passed_over(by_heads: bool) -> None:
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return (q_idx // 64 == k_idx // 128) & (h * by_heads < 2)
 

@@ -51,7 +51,7 @@ def test_sinks_seed_and_the_share_that_is_kept() -> None:
     assert words.view(np.float32)[numbers + 3] == np.float32(65536 / share)
 
 
-def test_cells_that_are_given_have_strides_of_0_where_they_are_broadcast() -> None:
+def test_mask_tiles_that_are_given_have_strides_of_0_where_they_are_broadcast() -> None:
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q // 64 + h) % 2 == k // 64 % 2
 

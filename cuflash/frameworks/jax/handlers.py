@@ -54,7 +54,8 @@ class CallOptions(NamedTuple):
     """The options of a call and the names of its operands.
 
     A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `of_each` both count from
-    seqlen_k - seqlen_q of its own sequence. They are normalised, so that masks which hide the same keys are equal.
+    seqlen_k - seqlen_q of the query's sequence (`mask_from_end` of kernels). They are normalised, so that masks which
+    hide the same keys are equal.
     functions: mods. grads: the numbers of the arrays whose gradients are results.
     """
 
@@ -98,7 +99,7 @@ class CallOptions(NamedTuple):
 
     @property
     def is_band(self) -> bool:
-        """Whether no window says which keys are seen, as their ends lie on one side of the diagonals."""
+        """True where window_size cannot express lo and hi, as both lie on one side of the diagonals."""
         lo, hi = self.lo, self.hi
         return self.of_each and ((lo is not None and lo > 0) or (hi is not None and hi < 0))
 

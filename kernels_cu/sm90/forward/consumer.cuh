@@ -24,7 +24,7 @@ constexpr bool kSkipsTiles = kBlockQ > kBlockK && !kBlockSparse;
 struct GroupKeys {
   TileRange tiles;  // those that the group computes
   bool skips_first = false, skips_last = false;
-  TileRange unmasked;  // those that need no mask. If block-sparse it numbers key tiles, and `tiles` visible ones
+  TileRange unmasked;  // those that need no mask; if block-sparse, by key tile, not by visible tile
   int last_common;     // the tile of the last key that all rows see, if there is one
 
   // why from this work alone: v of a tile that is not skipped may hold NaN, and the bits of a row must not differ

@@ -20,7 +20,7 @@
 //            warp 2               copies v, if keys lie in pages
 //            warp 3               schedules work tiles, if varlen or block-sparse (scheduler.cuh, varlen_scheduler.cuh)
 //          the others, consumers: mainloop.cuh, epilogue.cuh. Each owns 64 queries of the block and all keys. A step
-//          issues s of the next key tile and p v of this one; the softmax of that s then runs beside p v.
+//          issues s of tile n and p v of tile n + 1; the softmax of that s then runs beside p v.
 //
 // Barriers in memory (storage.cuh)
 //            work_full            a work tile is published, or that there is no more
@@ -32,7 +32,7 @@
 //            kIssue + group       (kPingPong) the warpgroup may issue its products; the softmax of others runs beside
 //            kBarriersMade        (varlen) warp 1 has made the barriers in memory; the scheduler may publish
 //            kFirstWork           (varlen) the first work tile is published; all but the scheduler wait
-//            __syncthreads()      (dense) both have happened
+//            __syncthreads()      (dense) warp 1 has made the barriers in memory
 #include "epilogue.cuh"
 #include "roles.cuh"
 

@@ -116,8 +116,9 @@ struct ForwardMainloop : Consumer {
 #pragma unroll 1
       while (step.n >= tiles.begin) {
         // Tiles from `upper_begin` on have an end to mask; below come those without a mask, then those with a begin.
-        // A call is false at a step to finish here, and ends early, if block-sparse, at a tile for the other loop. The
-        // loop without a mask comes first: NVRTC then makes shorter sums of descriptors (L52).
+        // `stale_steps` returns false when a step is left to finish here. If block-sparse, it returns true early, at a
+        // tile for the other loop. The loop without a mask comes first: NVRTC then makes shorter sums of descriptors
+        // (L52).
         const bool upper = !kBlockSparse && step.n >= upper_begin;
         if ((upper || stale_steps<true>(step, keys, kBlockSparse ? tiles.begin : keys.unmasked.begin)) &&
             stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {

@@ -47,7 +47,7 @@ struct MissingPages {
   }
 };
 
-// One warp writes which keys of tile n, in a slot of the ring, lie in pages that are there.
+// One warp writes a bit for each key of tile n, in a slot of the ring: 1 where the key's page is there.
 template <class Params, class AnyWork>
 __device__ __forceinline__ void write_page_bits(const Params& params, const Addresses& smem, const AnyWork& work, int n,
                                                 unsigned slot, bool lacks_some) {

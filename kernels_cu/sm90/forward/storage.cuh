@@ -25,8 +25,8 @@ constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 // are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
 constexpr bool kNextScoresFirst = !kDecode && kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
 
-// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18), but
-// where keys lie in pages one of these loads v.
+// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18),
+// except that where keys lie in pages one warp loads q, and another v.
 constexpr int kQueryWarps = kQStages > 1 || kPaged ? 1 : kNumConsumers;
 
 // Lanes of a warp that give back q. why all if varlen: racecheck counts an arrival for its own lane alone (L41).

@@ -15,8 +15,8 @@ struct VarlenProducer {
 
   __device__ __forceinline__ VarlenProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
 
-  // The next work is claimed before key tile n of work tile i. why so late: bursts of copies cost (L19). why so early:
-  // it takes as long as two tiles to find it, and splits are short.
+  // Requests the next work tile if it is due before key tile n of work tile i. why so late: bursts of copies cost
+  // (L19). why so early: it takes as long as two tiles to find it, and splits are short.
   __device__ __forceinline__ void claim_at(int n, unsigned i, const TileRange& tiles) const {
     const int at = kDecode                     ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
@@ -160,7 +160,8 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   static constexpr int kNoPage = -1;
   static constexpr int kParts = (kBlockK + 31) / 32;
   using LanePages = int[kParts];
-  static constexpr int kHeld = kCopies ? kDecode ? kParts : 0 : 1;  // why not elsewhere: registers
+  static constexpr int kHeld =
+      kCopies ? kDecode ? kParts : 0 : 1;  // pages that a lane holds of the next tile. why no more: registers
 
   // Pages of the tile that is likely to be next, which come from memory.
   unsigned held_work = kNone;
@@ -170,7 +171,8 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   int num_unpublished = 0;
   unsigned unpublished = 0;
 
-  // The page of this lane's key in a tile, if the key is seen: the first of the box that it copies, or one of 32.
+  // The page of a lane's key: the first key of its box (TMA), or key 32 part + lane (cp.async). kNoPage behind the
+  // last visible key.
   __device__ __forceinline__ int look_up(const AnyWork& work, int n, int part) const {
     const ProblemParams& problem = params.problem;
     const int lane = threadIdx.x % 32, row = kCopies ? 32 * part + lane : lane * params.page_box;
@@ -230,7 +232,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
 
   // Threads copy, eight a panel of a key, where pages are small or of any size.
   __device__ __forceinline__ void copy_keys(bool is_v, unsigned i, int n, const LanePages& pages) {
-    constexpr int kUnrolled = kDecode ? 8 : 1;  // why not elsewhere: registers
+    constexpr int kUnrolled = kDecode ? 8 : 1;  // pages that a lane holds of the next tile. why no more: registers
     const ProblemParams& problem = params.problem;
     const Operand& x = is_v ? params.v : params.k;
     const int lane = threadIdx.x % 32, columns = is_v ? problem.head_dim_v : problem.head_dim;
