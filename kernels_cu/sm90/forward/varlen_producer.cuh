@@ -160,10 +160,9 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   static constexpr int kNoPage = -1;
   static constexpr int kParts = (kBlockK + 31) / 32;
   using LanePages = int[kParts];
-  static constexpr int kHeld =
-      kCopies ? kDecode ? kParts : 0 : 1;  // pages that a lane holds of the next tile. why no more: registers
+  static constexpr int kHeld = kCopies ? kDecode ? kParts : 0 : 1;  // why no more: registers
 
-  // Pages of the tile that is likely to be next, which come from memory.
+  // kHeld pages of the tile that is likely to be next, which come from memory.
   unsigned held_work = kNone;
   int held_tile = 0;
   LanePages held;
