@@ -73,7 +73,7 @@ def backward_plan(
         if not _has_few_keys(problem, device, 2 if shares else 1):
             return _dq_dkv_plan(problem, device, rows, shares=shares)
         reason = few_keys
-    return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
+    return _sm80_plan(problem, device, reason if device.capability == HOPPER else None)
 
 
 def _queries_of_a_key(problem: Problem) -> float:
@@ -104,7 +104,7 @@ def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
 def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
     """The plan with mods; None if the kernels of all tiles spill registers."""
     dims, capped, lengths = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0, problem.seqlen_info
-    # Whether it passes over tiles that see nothing. why not of several lengths: kernels number the rows that are seen,
+    # Whether it passes over tiles that see nothing. why not with varlen: kernels number the rows that are seen,
     # so that tiles are not made of whole mask tiles.
     ways = (True, False) if is_block_sparse(problem) and lengths is None else (False,)
     # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
@@ -130,7 +130,7 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
     return _dq_dkv_plan(problem, device, taken, skipping)
 
 
-def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
+def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     """Kernels: delta; all gradients, with dq summed in float32; convert. If deterministic: delta; dk and dv; dq."""
     deterministic = problem.options.deterministic
     dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, device
@@ -249,7 +249,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     launches = [
         delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=more_semaphores),
         *of_mask_tiles,
-        # why a counter: then thread blocks wait for those with lower numbers, which must have begun.
+        # why a counter: it numbers blocks as they start, so that a block waits only for blocks that run.
         Launch(
             variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), takes_counter=deterministic and not is_sparse
         ),
@@ -341,12 +341,12 @@ def _dq_dkv_plan(
     if (varlen := problem.seqlen_info) is None:
         num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
         num_k_blocks = blocks_of(problem.seqlen_k, tiles[1].block_k)
-        times, of_slots, workspace = problem.batch, {}, {}
+        batch_factor, of_slots, workspace = problem.batch, {}, {}
     else:
         num_q_blocks, num_k_blocks = (varlen.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk")
-        times, of_slots = 1, {"num_slots": max(num_q_blocks, num_k_blocks)}
+        batch_factor, of_slots = 1, {"num_slots": max(num_q_blocks, num_k_blocks)}
         workspace = dict.fromkeys(("q_blocks", "k_blocks"), of_slots["num_slots"] * block_words(problem))
-    work = times * problem.heads_q * num_q_blocks, times * problem.heads_kv * num_k_blocks
+    work = batch_factor * problem.heads_q * num_q_blocks, batch_factor * problem.heads_kv * num_k_blocks
     stats_rows = stats_rows_of(problem)
     fields = {
         "num_q_blocks": num_q_blocks,
@@ -366,7 +366,7 @@ def _dq_dkv_plan(
         launches.append(
             Launch(variant, blocks, launch_fields, tma_boxes, takes_counter=varlen is not None, aliases=aliases)
         )
-    buffers: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
+    buffers: Mapping[str, int] = workspace | {"stats": 2 * batch_factor * problem.heads_q * stats_rows}
     if shares:
         rows = work[1] * KEY_ROWS
         sums = {"dk_acc": rows * tiles[1].head_dim, "dv_acc": rows * tiles[2].head_dim_v}

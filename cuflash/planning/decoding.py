@@ -1,6 +1,6 @@
 """The plans of forward for few queries over many keys, where thread blocks share the keys of a query.
 
-The query heads of a group are rows of one block, so a cache is read once for all of them.
+The query heads of a group are rows of one block, so a cache is read once for all of them, as far as they fit one block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]
     ):
         return
     num_rows = group * (problem.seqlen_q if problem.has("cu_seqlens_q") else varlen.rows_q)
-    # why not for one split: it must give the bits of forward.cu, and this kernel gives others.
+    # why not for one split: it must give the bits of forward.cu, and narrow.cu gives others.
     is_narrow = splits != 1 and (num_rows <= WARP_ROWS or _is_faster_narrow(problem, device, rows[0], num_rows))
     ways = [(rows[0], True, True), (rows[0], True, False)] if is_narrow else []
     for row, by_warps, may_be_single in (*ways, *((row, False, False) for row in rows)):
@@ -136,7 +136,7 @@ def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_
 def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback: str | None) -> Plan | None:
     """The plan on any GPU; None if `whole` blocks of sm80/forward.cu, of this tile, are faster, or if no tile fits."""
     splits = _splits(problem)
-    # why not for one split: it must give the bits of forward.cu, and this kernel gives others.
+    # why not for one split: it must give the bits of forward.cu, and sm80/decode.cu gives others.
     if problem.op.name != "forward" or problem.options.algorithm != "flash2" or splits == 1:
         return None
     if not _may_share_keys(problem):
@@ -179,7 +179,7 @@ def _splits(problem: Problem) -> int:
 def _may_share_keys(problem: Problem) -> bool:
     """Returns whether kernels for decoding take the mods of the call."""
     mod_spec = problem.op.mod_spec
-    # why not for one split: it must give the bits of forward.cu, and these kernels give others.
+    # why not for one split: it must give the bits of forward.cu, and decoding with mods gives others.
     return mod_spec is None or not (mod_spec.drops or _splits(problem) == 1)
 
 

@@ -36,7 +36,7 @@ def forward_plan(
                 return candidate
             reason = "its registers do not hold what mods need"
         reason = reason or f"head dims {problem.head_dim, problem.head_dim_v} are over 256"
-    return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
+    return _sm80_plan(problem, device, reason if device.capability == HOPPER else None)
 
 
 def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
@@ -73,7 +73,7 @@ def _keys_of_a_query(problem: Problem) -> float:
     return math.inf if mask.is_full else mask.num_visible() / max(mask.seqlen_q, 1)
 
 
-def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
+def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     """A thread block for each query block of a head and each slice of v's columns."""
     op = problem.op.name
     rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm, problem.op.mod_spec is not None)
@@ -92,11 +92,11 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     variant = make_variant(
         problem, device, op, f"sm80/{op}.cu", tile, mod_code, out_dtype=problem.out_dtype, algorithm=algorithm
     )
-    num_q_blocks, times = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
+    num_q_blocks, batch_factor = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
     if (varlen := problem.seqlen_info) is not None:
-        num_q_blocks, times = varlen.num_slots("q", problem.batch, tile.block_q), 1
+        num_q_blocks, batch_factor = varlen.num_slots("q", problem.batch, tile.block_q), 1
     num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
-    num_blocks = num_q_blocks * num_slices * problem.heads_q * times
+    num_blocks = num_q_blocks * num_slices * problem.heads_q * batch_factor
     if (split := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
         return split
     fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}

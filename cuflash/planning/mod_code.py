@@ -82,9 +82,9 @@ _Runs = tuple[tuple[tuple[int, int], bool], ...]
 
 
 def _runs(problem: Problem, mod_spec: ModSpec, keys_as_rows: bool) -> _Runs:
-    """The axes of captured arrays that no column of a tile leaves.
+    """Returns the contiguous axes of captured arrays that are as long as all columns of a tile may reach.
 
-    why not with varlen: the GPU alone knows them, and where they are greater, the last element is given.
+    why not with varlen: only the GPU knows the lengths, and beyond an array's end its last element is given.
     """
     if problem.seqlen_info is not None:
         return ()

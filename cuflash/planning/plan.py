@@ -40,8 +40,9 @@ class Part(NamedTuple):
 class Launch(NamedTuple):
     """One kernel of a plan. The grid is one-dimensional.
 
-    `fields` are the numbers of its parameter struct that the plan sets: neither pointers, nor strides of operands, nor
-    part of `ProblemParams`; `tma_boxes` are its tensor maps by operand. If `takes_counter`, blocks take numbers from a
+    `fields` are the numbers of its parameter struct that the plan sets: neither pointers, nor strides of `Operand`s,
+    nor part of `ProblemParams`. `tma_boxes` are its tensor maps by operand; of an operand that has none in the struct,
+    only the alignment counts. If `takes_counter`, blocks take numbers from a
     counter: of their work tiles, or of themselves in the order in which they begin. `arrivals` is
     the number of counters by which blocks find out which of them was the last to end. `aliases` maps a member of the
     struct to the operand, or part of the workspace, that it stands for, where their names differ.
@@ -120,7 +121,7 @@ class Plan(NamedTuple):
 
     @property
     def tma_operands(self) -> tuple[str, ...]:
-        """The operands that must begin at a multiple of 16 bytes, because the copy engine moves them."""
+        """The operands that must begin at a multiple of 16 bytes, most of which the copy engine moves."""
         return tuple({name: None for launch in self.launches for name in launch.tma_boxes})
 
     @property

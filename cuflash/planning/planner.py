@@ -27,7 +27,7 @@ def plan(
     """Returns what a call launches on this device; None stands for NumPy on the CPU.
 
     misaligned: the operands that are taken as not beginning at a multiple of 16 bytes. spilled: kernels that are not to
-    be taken, because they spill registers with score_mod or mask_mod.
+    be taken, because they spill registers with mods.
     """
     if device is None:
         return Plan(problem, "cpu", (), host_kernel=f"reference_{problem.op.name}_{problem.options.algorithm}")

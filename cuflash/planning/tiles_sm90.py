@@ -12,7 +12,7 @@ from .tile import FLOAT_BYTES, ROW_PADDING, macros, rounded_up
 
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
-TILE_SLOTS = 16  # descriptions of tiles in shared memory
+WORK_SLOTS = 16  # work tiles in shared memory
 # With varlen: descriptions of a block's work in backward, and in backward_dq_dkv.
 WORK_RING_BYTES, WORK_BYTES = 4 * (96 + 16), 2 * (96 + 16 + 8)
 GROUP_ROWS = 64  # queries of a warpgroup
@@ -66,8 +66,8 @@ class WarpgroupTile:
             out = 4 * WARP_ROWS * FLOAT_BYTES * (self.head_dim_v + ROW_PADDING + 2)
         else:
             out = max(4 * self._groups * 16, self.out_panels * self.block_q * PANEL_BYTES)
-        barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
-        work = (96 if self.decodes else 80 if self.is_varlen else 32) * TILE_SLOTS
+        barriers = 8 * (WORK_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
+        work = (96 if self.decodes else 80 if self.is_varlen else 32) * WORK_SLOTS
         work += 16 * self.stages + (16 if self.decodes else 32) if self.is_varlen else 0
         # with mask tiles: which key tiles the ring holds, and barriers of the warp that counts mask tiles
         work += 0 if self.decodes else rounded_up(8 * self.stages, 16) + 16
@@ -101,7 +101,7 @@ class WarpgroupTile:
             tile = replace(tile, q_stages=1, single=True)
             # why half of the room: the blocks of two calls that follow each other then run together.
             room = SMEM_PER_SM // 2 - 1024 if self.head_dim_v <= 128 else room
-        most = 2 * (TILE_SLOTS - 5)  # why: a description of work for each two slots of the ring, and five more
+        most = 2 * (WORK_SLOTS - 5)  # why: a description of work for each two slots of the ring, and five more
         fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
         return next(each for each in fitting if each.smem_bytes(2) <= room)
 
@@ -313,7 +313,7 @@ def choose_mod_tiles(
     if op == "lse":
         # why so many stages at most: each may hold a work tile, which has a description (sm90/forward/storage.cuh).
         rows_that_fit = [
-            replace(tile, head_dim_v=0, out_panels=0, ping_pong=False, stages=min(tile.stages, TILE_SLOTS - 7))
+            replace(tile, head_dim_v=0, out_panels=0, ping_pong=False, stages=min(tile.stages, WORK_SLOTS - 7))
             for tile in rows_that_fit
         ]
     return tuple(rows_that_fit)

@@ -282,7 +282,7 @@ def options_key(
     q_same_position: bool = False,
     rotary_interleaved: bool = False,
 ) -> OptionsKey:
-    """Returns the key of the keyword arguments of a call, which are validated where no call had them before."""
+    """Returns the key of the keyword arguments of a call, which `Problem.from_specs` validates."""
     if type(window_size) is not tuple and isinstance(window_size, (tuple, list)):
         window_size = tuple(window_size)  # type: ignore[assignment]
     values = (

@@ -81,7 +81,7 @@ class LoadedPlan:
         # why one launch: several of two threads could interleave on the stream.
         self.shares_scratch = len(launches) == 1 and 0 < plan.workspace_bytes <= device_memory.SCRATCH_BYTES
         index = plan.problem.op.index
-        # The operands that must begin at a multiple of so many bytes, less one: those that the copy engine moves …
+        # The operands that must begin at a multiple of so many bytes, less one: those of tensor maps …
         self.tma_operands = tuple([(index[name], 15) for name in plan.tma_operands])
         # … and those of which two elements are loaded together.
         self.vector_loaded = tuple([(index[name], size - 1) for name, size in plan.vector_loaded.items()])
@@ -168,7 +168,7 @@ class CachedCall:
         self.ranges = overlap_ranges(validated_call)
         self.aligned_plan = _load_plan(problem, ordinal)
         self.plan = self.aligned_plan.plan
-        # Whether inputs are copied, or nothing is launched.
+        # True where a call needs more than launches: copies of inputs, or results without a kernel.
         self.is_special = True in self.needs_copy[:inputs] or not self.plan.launches
         # Whether the caller gives all outputs, and kernels write to them just as they are.
         self.writes_to_outs = True not in self.needs_copy[inputs:] and None not in self._specs[inputs:]

@@ -31,7 +31,7 @@ _spilled: set[Variant] = set()
 
 
 class SpilledError(CompileError):
-    """A kernel of Hopper's spills registers with score_mod or mask_mod, so that it must not run.
+    """A kernel of Hopper's spills registers with mods, so that it must not run.
 
     why: with setmaxnreg, ptxas has let such a kernel write to memory at a wrong address.
     """

@@ -75,7 +75,7 @@ struct ForwardParams {
 struct TiledForwardParams {
   TensorMap q_map, k_map, v_map, out_map;
   float* lse;         // (batch, heads_q, seqlen_q), contiguous, or null
-  unsigned* counter;  // of tiles handed out beyond one a block, zero between launches; null: they are scheduled in turn
+  unsigned* counter;  // of work tiles taken beyond one a block, zero between launches; null: blocks take them in turn
   ProblemParams problem;
   int num_q_blocks, num_tiles;  // query blocks of a head, and of all heads
   int heads_in_l2;              // query heads whose blocks start longest first: common/tile_scheduler.cuh

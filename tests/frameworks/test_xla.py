@@ -38,7 +38,7 @@ def call_spec(shapes: list[tuple[int, ...]], static: CallOptions = STATIC, works
 
 
 def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
-    encoded = CallOptions(None, -3, 0.1, 0.0, of_each=True, max_seqlen_k=7, num_splits=2, split_size=256)
+    encoded = CallOptions(None, -3, 0.1, 0.0, from_end=True, max_seqlen_k=7, num_splits=2, split_size=256)
     for static in (STATIC, CallOptions(-(2**31), 2**31, 1e-15, 1e15, True), CallOptions(0, 0, 0.1, 30.0), encoded):
         for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)], []):
             attribute = call_spec(shapes, static).encode()
@@ -238,7 +238,7 @@ def test_operands_take_their_places_by_name_and_both_halves_of_one_operand(gpus:
         ("q", "kv", "cu_seqlens_q", "seqused_k", "page_table"),
         ((9, 4, 64), (5, 16, 2, 128), (3,), (2,), (2, 4)),
     )
-    static = CallOptions(None, 0, 0.125, 0.0, names=names, of_each=True, max_seqlen_q=9, max_seqlen_k=64)
+    static = CallOptions(None, 0, 0.125, 0.0, names=names, from_end=True, max_seqlen_q=9, max_seqlen_k=64)
     whole = CallSpec(static, shapes, ("bfloat16", "bfloat16", "int32", "int32", "int32"))
     problem = whole.problem(FORWARD, "cuda:1")
     whole = whole._replace(workspace=plan(problem, H100).workspace_bytes // 4)

@@ -13,7 +13,7 @@ from cuflash.planning.device import DEVICES
 from cuflash.planning.forward import L2_BYTES, LONG_PAIRS, MOST_TAIL_PARTS
 from cuflash.planning.plan import Launch
 from cuflash.planning.planner import plan as make_plan
-from cuflash.planning.tiles_sm90 import MOD_TILES, TILE_SLOTS, TILES, choose, choose_mod_tiles
+from cuflash.planning.tiles_sm90 import MOD_TILES, TILES, WORK_SLOTS, choose, choose_mod_tiles
 
 H100 = DEVICES["sm_90"]
 MANY = float("inf")
@@ -142,7 +142,7 @@ def test_tiles_mods_fit_and_take_the_place_of_others_with_the_same_head_dims() -
     assert all(row.smem_bytes(2) <= H100.smem_per_block for row in MOD_TILES)
     assert not set(TILES) & set(MOD_TILES)
     for head_dim in (64, 96, 128, 192, 256):  # each tile of the ring may belong to a work tile of its own
-        assert all(row.stages + 5 <= TILE_SLOTS for row in choose_mod_tiles("lse", head_dim, 1, MANY, False, False))
+        assert all(row.stages + 5 <= WORK_SLOTS for row in choose_mod_tiles("lse", head_dim, 1, MANY, False, False))
     assert choose_mod_tiles("forward", 257, 64, MANY, False, False) == ()
 
 

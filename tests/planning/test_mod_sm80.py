@@ -18,7 +18,7 @@ def plan_of(op: Any, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "s
     mods = {"score_mod": lambda score, b, h, q_idx, k_idx: score + 0.5 * (k_idx - q_idx)}
     x = (2, 100, 4, head_dim)
     problem = cuflash.plan(x, x, x, op=op, dtype=dtype, device="cpu", **mods, **options).problem
-    return (backward if op == "backward" else forward)._generic_plan(problem, DEVICES[arch], None)
+    return (backward if op == "backward" else forward)._sm80_plan(problem, DEVICES[arch], None)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -53,7 +53,7 @@ Shape = tuple[int, ...]
 class CallOptions(NamedTuple):
     """The options of a call and the names of its operands.
 
-    A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `of_each` both count from
+    A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `from_end` both count from
     seqlen_k - seqlen_q of the query's sequence (`mask_from_end` of kernels). They are normalised, so that masks which
     hide the same keys are equal.
     functions: mods. grads: the numbers of the arrays whose gradients are results.
@@ -65,7 +65,7 @@ class CallOptions(NamedTuple):
     softcap: float
     deterministic: bool = False
     names: tuple[str, ...] = ("q", "k", "v")
-    of_each: bool = False
+    from_end: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     num_splits: int = 0
@@ -78,8 +78,8 @@ class CallOptions(NamedTuple):
     def from_problem(cls, problem: Problem, names: tuple[str, ...]) -> CallOptions:
         """The options of a problem whose operands are these."""
         options, varlen, mask = problem.options, problem.seqlen_info, problem.mask
-        lo, hi, of_each = (mask.lo, mask.hi, False) if varlen is None else varlen.bounds
-        if lo > hi != OPEN and not of_each:  # why: no window says that no query sees a key
+        lo, hi, from_end = (mask.lo, mask.hi, False) if varlen is None else varlen.bounds
+        if lo > hi != OPEN and not from_end:  # why: no window says that no query sees a key
             lo = hi = MOST if varlen else mask.seqlen_k
         return cls(
             lo=None if lo == OPEN and varlen else lo,
@@ -88,7 +88,7 @@ class CallOptions(NamedTuple):
             softcap=options.softcap,
             deterministic=options.deterministic,
             names=names,
-            of_each=of_each,
+            from_end=from_end,
             max_seqlen_q=problem.seqlen_q if varlen else None,
             max_seqlen_k=problem.seqlen_k if varlen else None,
             num_splits=options.num_splits,
@@ -101,7 +101,7 @@ class CallOptions(NamedTuple):
     def is_band(self) -> bool:
         """True where window_size cannot express lo and hi, as both lie on one side of the diagonals."""
         lo, hi = self.lo, self.hi
-        return self.of_each and ((lo is not None and lo > 0) or (hi is not None and hi < 0))
+        return self.from_end and ((lo is not None and lo > 0) or (hi is not None and hi < 0))
 
     def op(self, target: str) -> Op:
         """The op of a target in such a call."""
@@ -113,7 +113,7 @@ class CallOptions(NamedTuple):
         """The arguments of a call whose problem has these options."""
         lo, hi = (None, None) if self.is_band else (self.lo, self.hi)
         # why: a window goes around its diagonal, which is one of the bounds if it is the same for all sequences.
-        offset = None if self.of_each else hi if lo is None else lo
+        offset = None if self.from_end else hi if lo is None else lo
         base = offset or 0
         return Options(
             self.softmax_scale,
@@ -130,7 +130,7 @@ class CallOptions(NamedTuple):
 
 
 class CallSpec(NamedTuple):
-    """All of a call but its addresses. It is the call's attribute in XLA, under which its prepared launch is kept."""
+    """All of a call but its addresses. It is the call's attribute in XLA, under which its `LoadedCall` is kept."""
 
     static: CallOptions
     shapes: tuple[Shape, ...] = ()  # of the named operands; none on the CPU
@@ -172,7 +172,7 @@ class CallSpec(NamedTuple):
 
 @lru_cache(maxsize=256)
 def op_of(target: str, names: tuple[str, ...], mod_spec: ModSpec | None = None, grads: tuple[int, ...] = ()) -> Op:
-    """The op of a target: that of dense calls, or that of several lengths if one of the operands tells them.
+    """The op of a target: the dense one, or the varlen one if one of the operands is a varlen array.
 
     mod_spec and grads: as in `operands.mod_op`.
     """
@@ -254,16 +254,16 @@ def run_on_cpu(target: str, call: ffi.Call) -> None:
         view[...] = result.reshape(view.shape)
 
 
-def run_on_cuda(target: str, call: ffi.Call) -> None:
+def run_on_cuda(target: str, frame: ffi.Call) -> None:
     """Runs a target's op on the call's buffers, on XLA's stream; a workspace is an extra result."""
-    loaded = _loaded(target, call.attribute(), call.ordinal())
-    pointers = call.pointers()
+    loaded = _loaded(target, frame.attribute(), frame.ordinal())
+    pointers = frame.pointers()
     if loaded.half:
         q, kv, *others = pointers
         pointers = (q, kv, kv + loaded.half, *others)
     for place in loaded.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
-    stream = call.stream()
+    stream = frame.stream()
     if not loaded.call.aligned_plan.launch(pointers, stream):
         unaligned_plan = loaded.call.unaligned_plan(pointers)
         loaded.check_workspace(unaligned_plan)

@@ -15,7 +15,7 @@
 //   Without kNextScoresFirst that p v goes before that s, and out is stored beside the s.
 //
 // Roles    warpgroup 0: producer.cuh, varlen_producer.cuh
-//            warp 0               copies k and v; in pages, k alone. It schedules dense work tiles that are not sparse
+//            warp 0               copies k and v (in pages, k); schedules work tiles unless varlen or block-sparse
 //            warps 1 … kQueryWarps copy q
 //            warp 2               copies v, if keys lie in pages
 //            warp 3               schedules work tiles, if varlen or block-sparse (scheduler.cuh, varlen_scheduler.cuh)

@@ -5,19 +5,19 @@
 using Weights = unsigned[kBlockK / 4];
 using Output = float[kHeadDimV / 2];
 
-// Derived: its store(softmax) stores the rows of the work before this one.
+// Derived: its store(softmax) stores the rows of the work tile before this one.
 template <class Derived>
 struct ForwardMainloop : Consumer {
   Weights p;
   Output o;
   float o_scale[2];
   NextTile next_tile;
-  bool has_begun = false;  // if block-sparse: this warpgroup has seen all of some key tile of the work at hand
+  bool has_begun = false;  // if block-sparse: this warpgroup has seen all of some key tile of this work tile
 
   using Consumer::Consumer;
 
-  // Takes work tile after work tile. The last p v of each goes with the first s of the next one, under which the rows
-  // of the former are stored.
+  // Takes work tile after work tile. The last p v of each goes with the first s of the next one. With kNextScoresFirst
+  // the rows of the former are stored after both, else beside that s.
   __device__ __forceinline__ void run() {
     smem.wait_work(0);
     if (kVarlen && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
@@ -85,7 +85,7 @@ struct ForwardMainloop : Consumer {
   struct Step {
     int n;                    // the key tile of s
     bool accumulate = false;  // o has the p v of a key tile
-    bool has_weights = true;  // p is of the key tile before, which was not passed over
+    bool has_weights = true;  // p holds the weights of the tile before; false after a tile that was passed over
     unsigned k_slot, v_slot;
     float sums[2];  // of the weights
   };
@@ -109,7 +109,7 @@ struct ForwardMainloop : Consumer {
         rescale();
       }
     } else {
-      // why: after the tile of the last key that all rows see, no row has seen nothing. If block-sparse, each tile
+      // why: after the tile of the last key that all rows see, every row has seen a key. If block-sparse, each tile
       // has its own kind.
       const bool any_unmasked = !kBlockSparse && keys.unmasked.begin < min(keys.unmasked.end, tiles.end);
       const int upper_begin = any_unmasked ? max(tiles.begin, keys.last_common) : tiles.begin;

@@ -229,9 +229,9 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     if (has_edge) this->zero_edge(work, n);
   }
 
-  // Threads copy, eight a panel of a key, where pages are small or of any size.
+  // Threads copy, eight a panel of a key, where pages do not consist of whole groups of 8 keys.
   __device__ __forceinline__ void copy_keys(bool is_v, unsigned i, int n, const LanePages& pages) {
-    constexpr int kUnrolled = kDecode ? 8 : 1;  // pages that a lane holds of the next tile. why no more: registers
+    constexpr int kUnrolled = kDecode ? 8 : 1;  // why not elsewhere: registers
     const ProblemParams& problem = params.problem;
     const Operand& x = is_v ? params.v : params.k;
     const int lane = threadIdx.x % 32, columns = is_v ? problem.head_dim_v : problem.head_dim;

@@ -6,7 +6,7 @@
 struct PipelineState {
   unsigned slot = 0, parity = 0;
 
-  // The result is the stage that is left.
+  // Returns the state before the advance.
   __device__ __forceinline__ PipelineState advance() {
     const PipelineState left = *this;
     if (++slot == kStages) slot = 0, parity ^= 1;
