@@ -102,8 +102,8 @@ def forward(
     split_size: a switch; any multiple of 128 keys has the same effect, and no keys are split. On one kind of GPU, the
     bits of a row of out and lse then depend on its q and on the keys and values that it sees alone. They are the same
     dense, packed, in a cache, in pages, and with any other queries. One thread block takes all keys of a query,
-    whatever num_splits is, so few queries over many keys are slower. On Hopper, with 16-bit inputs, rows that are not
-    apart by multiples of 16 bytes raise UnsupportedError with it.
+    whatever num_splits is, so few queries over many keys are slower. On Hopper, 16-bit inputs of head dims that are
+    multiples of 8 raise UnsupportedError with it where they, or their rows, do not begin at multiples of 16 bytes.
 
     Mods, in the order scale, softcap, score_mod, bias, masks. Indices count from the
     begin of each sequence, b is its number and h the query head; inside a function `cuflash.mods.seqlen_q()` and

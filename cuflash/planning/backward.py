@@ -95,7 +95,7 @@ def _reason_against(problem: Problem) -> str | None:
 def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
     """Returns whether backward_dq_dkv, with so many blocks for each key block, leave most of the GPU idle.
 
-    The generic ones split the query heads of a group among any number of blocks; not if deterministic.
+    sm80's kernels split the query heads of a group among any number of blocks; not if deterministic.
     """
     grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
     return grouped and 2 * parts * count_key_blocks(problem, KEY_ROWS) < device.num_sms
@@ -135,10 +135,10 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     deterministic = problem.options.deterministic
     dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, device
     is_sparse = is_block_sparse(problem)
-    of_keys = make_mod_code(problem, keys_as_rows=True, is_sparse=is_sparse)
-    of_queries = make_mod_code(problem, is_sparse=is_sparse)
-    tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.BACKWARD[problem.dtype], of_keys is not None), *dims)
-    dq_tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.DQ[problem.dtype], of_keys is not None), *dims)
+    dkdv_code = make_mod_code(problem, keys_as_rows=True, is_sparse=is_sparse)
+    dq_code = make_mod_code(problem, is_sparse=is_sparse)
+    tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.BACKWARD[problem.dtype], dkdv_code is not None), *dims)
+    dq_tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.DQ[problem.dtype], dkdv_code is not None), *dims)
     if tile is None or dq_tile is None:
         raise UnsupportedError(
             f"head dims ({problem.head_dim}, {problem.head_dim_v}) in {problem.dtype} have no backward tile on "
@@ -183,17 +183,17 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     launches = [delta_launch(problem, device, stats_rows, 2, padded_dim=tile.head_dim)]
     if deterministic:
         of_dq = {"num_q_blocks": num_q_blocks, "num_slices": 1, "stats_rows": stats_rows}
-        dkdv = variant("backward_dkdv", "sm80/backward.cu", replace(tile, with_dq=False), of_keys)
+        dkdv = variant("backward_dkdv", "sm80/backward.cu", replace(tile, with_dq=False), dkdv_code)
         launches += [
             Launch(dkdv, num_blocks, keyed),
-            Launch(variant("backward_dq", "sm80/backward_dq.cu", dq_tile, of_queries), heads * num_q_blocks, of_dq),
+            Launch(variant("backward_dq", "sm80/backward_dq.cu", dq_tile, dq_code), heads * num_q_blocks, of_dq),
         ]
     else:
         padded = {"splits": splits, "padded_dim": tile.head_dim, "padded_dim_v": tile.head_dim_v}
         threads = workspace["dq_acc"] // ACC_OF_THREAD
         threads += (workspace["dk_acc"] + workspace["dv_acc"]) // (splits * ACC_OF_THREAD)
         launches += [
-            Launch(variant("backward", "sm80/backward.cu", tile, of_keys), num_blocks, keyed),
+            Launch(variant("backward", "sm80/backward.cu", tile, dkdv_code), num_blocks, keyed),
             Launch(variant("convert", "portable/convert.cu"), blocks_of(threads, PORTABLE_THREADS), padded),
         ]
     return make_plan(problem, device, *with_mask_tiles(problem, device, launches, workspace), fallback)
@@ -286,7 +286,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "deterministic": int(deterministic),
         **SharedKeys(takers, 0, shared_keys, 0)._asdict(),
     }
-    of_keys = {
+    key_fields = {
         "num_slots": varlen.num_slots("k", problem.batch, PADDED_SLOT),
         "block_k": tile.block_k,
         "max_key_blocks": most_blocks,
@@ -307,7 +307,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     variant = _warpgroup_variant(problem, device, "backward", tile)
     launches = [
         delta_launch(
-            problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=shared_keys + 1, **of_keys
+            problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=shared_keys + 1, **key_fields
         ),
         Launch(variant, takers, fields, _tma_boxes(problem, *tile.tma_rows)),
     ]
@@ -379,7 +379,7 @@ def _dq_dkv_plan(
 def _tma_boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, TmaBox]:
     """Boxes for the rows of q and dout that see a key, those of k and v that are seen, and all rows of the gradients.
 
-    why all rows of dq: a store may not begin before the first row of its box. Of several lengths, boxes of any rows.
+    why all rows of dq: a store may not begin before the first row of its box. With varlen, boxes of any rows.
     """
     if (varlen := problem.seqlen_info) is not None:
         rows = {"q": varlen.rows_q, "k": varlen.rows_k, "v": varlen.rows_k, "dout": varlen.rows_q}

@@ -89,7 +89,7 @@ class Plan(NamedTuple):
     def variant(self) -> Variant | None:
         """The variant of the main kernel; None without launches.
 
-        Of several launches but those of mask tiles, it is the second.
+        Launches of mask tiles do not count. Of several others it is the second, as the first is delta.
         """
         launches = [launch for launch in self.launches if launch.variant.op not in _OF_MASK_TILES] or self.launches
         return launches[min(1, len(launches) - 1)].variant if launches else None

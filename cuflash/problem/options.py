@@ -1,8 +1,8 @@
 """The keyword arguments of the public calls, each once: name, type, default, validator, and the ops that take it.
 
 A new option is a row of `Options`, a keyword of `options_key`, of the calls that take it and of their types in
-signatures.py, and its use: what the kernels are to know of it is a field of `ScoreConstants`, which `ScoreParams` in
-`kernels_cu/common/score.cuh` repeats.
+signatures.py, a field in `frameworks/jax/handlers.py` and `frameworks/torch/ops.py`, and its use. A constant of scores
+that kernels read is a field of `ScoreConstants`, which `ScoreParams` in `kernels_cu/common/score.cuh` repeats.
 """
 
 import math

@@ -67,7 +67,7 @@ class LoadedPlan:
     def __init__(self, plan: Plan, ordinal: int) -> None:
         self.plan, self.ordinal, self._number = plan, ordinal, next(_numbers)
         launches = [launch for launch in plan.launches if launch.num_blocks]
-        # why: launches that take the same struct share it: Hopper's three of one gradient each.
+        # why: launches that take the same struct share it: Hopper's three backward kernels for dq, dk and dv.
         sharers: dict[tuple[object, ...], list[Launch]] = {}
         for launch in launches:
             sharers.setdefault(_struct_key(launch), []).append(launch)

@@ -19,7 +19,7 @@ from .disk_cache import compiling, find, find_in_cache, keep
 from .driver import current_device, on_device
 from .structs import size_of
 
-MOD_FUNCTIONS = "common/mod_functions.cuh"  # which the generated text of mods includes
+MOD_FUNCTIONS = "common/mod_functions.cuh"  # included ahead of the generated text of mods
 # What the name of a file ends with that stands for a kernel that must not run, so that no process compiles it again.
 SPILLED = ".spilled"
 _SPILLS = re.compile(r"\b[1-9]\d* bytes (?:stack frame|spill)")

@@ -85,7 +85,7 @@ class ProblemParams(Structure):
 
 
 _PROBLEM: Fields = [("problem", ProblemParams)]
-# All of it up to the pointers, and what follows them.
+# The fields of ProblemParams before its pointers, and those after them.
 _PACKED_PROBLEM = struct.Struct(f"=14i{len(ScoreConstants._fields)}f")
 _PACKED_LENGTHS = struct.Struct("=q10i")
 _LENGTHS_OFFSET = ProblemParams.page_table_stride.offset

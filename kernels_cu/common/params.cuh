@@ -30,10 +30,10 @@ struct ProblemParams {
   const int *seqused_q, *seqused_k;         // (batch)
   const int *page_table, *cache_batch_idx;  // (batch, …) and (batch)
   long long page_table_stride;              // from the pages of one sequence to those of the next
-  int rows_q, rows_k, batch_k;  // second axis of q; second and first axis of k: of pages, page size and number
+  int rows_q, rows_k, batch_k;  // second axis of q; second and first axis of k (with pages, their size and number)
   int mask_first, mask_last, mask_from_end;    // see VarlenSequence
   int zero_unused_rows;                        // whether rows of out that no sequence uses become 0
-  int padded_rows_q, padded_rows_k, padding1;  // of a head in what is padded to slots, over all sequences
+  int padded_rows_q, padded_rows_k, padding1;  // rows of a head in slot-padded buffers, of all sequences
 };
 
 // The functions of a program with mods: cuflash/mods/codegen/cuda.py prints them.

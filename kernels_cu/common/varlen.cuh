@@ -126,7 +126,7 @@ struct PagedPlace : Place {
   __device__ bool is_paged() const { return pages.table != nullptr; }
 };
 
-// What loads of key tiles hold of it. why not a copy: it is in shared memory, and is seldom asked.
+// A reference to a PagedPlace in shared memory, for loads of key tiles. why not a copy: it is seldom read.
 struct KeyPlaceInMemory {
   static constexpr bool kMayBePaged = true;
   const PagedPlace& at;

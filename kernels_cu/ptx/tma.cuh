@@ -22,14 +22,14 @@ __device__ __forceinline__ void tma_load_4d(unsigned smem_address, const TensorM
       : "memory");
 }
 
-// What L2 gives up first, because it is not read again.
+// The policy by which L2 evicts what is read before all else.
 __device__ __forceinline__ unsigned long long evict_first_policy() {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// kOnce: the tile is not read again.
+// kOnce: L2 evicts the tile first.
 template <bool kOnce>
 __device__ __forceinline__ void tma_load_5d(unsigned smem_address, const TensorMap* map, unsigned barrier, int c0,
                                             int c1, int c2, int c3, int c4) {

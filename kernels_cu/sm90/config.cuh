@@ -13,7 +13,7 @@ constexpr bool kPaged = true;  // keys lie in pages. why no number: L50
 constexpr bool kPaged = false;
 #endif
 #ifdef CUFLASH_Q_STAGES
-constexpr bool kHasScheduler = kVarlen;  // a warp reads lengths and schedules work tiles
+constexpr bool kHasScheduler = kVarlen;  // a warp with registers of its own reads lengths and schedules work
 #else
 constexpr bool kHasScheduler = false;
 #endif

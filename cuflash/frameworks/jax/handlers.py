@@ -1,7 +1,7 @@
 """The handlers that XLA calls: attention on the buffers of a call frame, by kernels on a GPU and by NumPy on the CPU.
 
 Operands and results are those of the ops, in the same order; what is like lse has an extra last axis of length 1. A
-call names its operands, so that an optional one takes its place among the op's by its name. The name "kv" is of one
+call names its operands in the op's order, so that absent ones are known. The name "kv" is of one
 operand that holds k and v, as halves of its last axis: XLA has no views, and would copy each of them.
 """
 

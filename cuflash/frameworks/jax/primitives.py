@@ -179,7 +179,7 @@ def _batched(
     has the new axis in front, if it is mapped or its gradient is wanted. Mask tiles get it where q does, if they are
     not shared. Dropout, which knows b and h by itself, is done in turn.
 
-    why an operand without the axis is copied: TMA cannot address a stride of 0, so that Hopper would run the generic
+    why an operand without the axis is copied: TMA cannot address a stride of 0, so that Hopper would run sm80's
     kernels, which costs more than the copy. (Query heads that share k and v need no vmap: give them to one call, as
     grouped heads.)
     """

@@ -103,7 +103,7 @@ def print_struct(
 
     Its parameter is true if the offsets in all captured arrays fit into an int. exact: the results that must have equal
     bits in every kernel, of any dtype and order of stages. runs: an array's number and an axis along which its elements
-    lie side by side and that holds all keys, and whether two elements can be loaded together. Equal graphs give equal
+    lie side by side, as long as all columns, and whether two elements can be loaded together. Equal graphs give equal
     text.
     """
     return _Printer(staged(roots), arrays, [each in exact for each in results], runs).text(name, results)

@@ -9,7 +9,7 @@ from ..graph.graph import MAX_INDEX, Node, node, post_order, variable
 from ..graph.operations import COMPARISONS, ROUNDING, Type
 from ..graph.simplify import build, cast, constant, has_inverse, rebuilt, transform
 
-# The inputs of the three functions. A key is the first key of the tile plus a column, which is a constant for the
+# The inputs of the three stages. A key is the first key of the tile plus a column, which is a constant for the
 # compiler because kernels unroll their loops over columns.
 STAGES = (("b", "h", "seqlen_q", "seqlen_k", "softmax_scale"), ("q_idx", "key_begin", "addend"), ("score", "column"))
 FLOAT_INPUTS = ("score", "softmax_scale", "addend")

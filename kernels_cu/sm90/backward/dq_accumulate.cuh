@@ -14,7 +14,7 @@ enum DqMode : unsigned {
   kDqFinishOdd,    // the same, once sum_full has ended an odd phase
 };
 
-// The place of a key block among those of a tile, in the order of their keys.
+// The turn of a key block among those of a tile: in the order of their keys if deterministic, else of arrival.
 struct DqOrder {
   int rank, count;
 

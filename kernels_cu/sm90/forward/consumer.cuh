@@ -124,8 +124,8 @@ struct Consumer : Role {
     return issue_next_qk();
   }
 
-  // Releases k of key tile n, whose scores are not needed any more, and q after the last tile, or after the first if q
-  // is in registers. why not before: an arrival does not wait for earlier loads (L40).
+  // Releases k of tile n (as `Step::n`), whose scores are not needed any more, and q after the last tile, or after the
+  // first if q is in registers. why not before: an arrival does not wait for earlier loads (L40).
   __device__ __forceinline__ void release_k(const GroupKeys& keys, int n, unsigned k_slot) const {
     __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
     release(k_slot);

@@ -1,4 +1,4 @@
-// The main loop of the kernels that make out: the steps of a warpgroup over the key tiles of its work tiles.
+// The main loop of the kernels that compute out: the steps of a warpgroup over the key tiles of its work tiles.
 #pragma once
 #include "consumer.cuh"
 
@@ -12,7 +12,7 @@ struct ForwardMainloop : Consumer {
   Output o;
   float o_scale[2];
   NextTile next_tile;
-  bool has_begun = false;  // if block-sparse: this warpgroup has seen all of some key tile of this work tile
+  bool has_begun = false;  // if block-sparse: this warpgroup has met a fully visible key tile of this work tile
 
   using Consumer::Consumer;
 
@@ -83,7 +83,7 @@ struct ForwardMainloop : Consumer {
 
   // One of the steps of a query block.
   struct Step {
-    int n;                    // the key tile of s
+    int n;                    // the key tile of s; if block-sparse, its number among the visible ones
     bool accumulate = false;  // o has the p v of a key tile
     bool has_weights = true;  // p holds the weights of the tile before; false after a tile that was passed over
     unsigned k_slot, v_slot;
@@ -115,10 +115,10 @@ struct ForwardMainloop : Consumer {
       const int upper_begin = any_unmasked ? max(tiles.begin, keys.last_common) : tiles.begin;
 #pragma unroll 1
       while (step.n >= tiles.begin) {
-        // Tiles from `upper_begin` on have an end to mask; below come those without a mask, then those with a begin.
-        // `stale_steps` returns false when a step is left to finish here. If block-sparse, it returns true early, at a
-        // tile for the other loop. The loop without a mask comes first: NVRTC then makes shorter sums of descriptors
-        // (L52).
+        // Tiles from `upper_begin` on cross the mask's right bound. Below come those without a mask, then those that
+        // cross its left bound. `stale_steps` returns false when a step is left to finish here. If block-sparse, it
+        // returns true early, at a tile for the other loop. The loop without a mask comes first: NVRTC then makes
+        // shorter sums of descriptors (L52).
         const bool upper = !kBlockSparse && step.n >= upper_begin;
         if ((upper || stale_steps<true>(step, keys, kBlockSparse ? tiles.begin : keys.unmasked.begin)) &&
             stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {

@@ -1,5 +1,5 @@
-// Keys of variable-length sequences in the ring of forward and lse on Hopper: those whose pages are not there, and the
-// first ones, which no query sees.
+// Keys of variable-length sequences in the ring of forward, lse and decoding on Hopper: those whose pages are not
+// there, and the first ones, which no query sees.
 #pragma once
 #include "storage.cuh"
 

@@ -21,8 +21,8 @@ constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
 // else, and later a larger shift is, so that exp2 gives 0 for them in every row.
 constexpr float kUnseen = kScoreMod ? kLeastScore : -1e38f;
 
-// Whether maxima are updated in each tile. why for capped scores with v over head dim 128: registers. lse makes no
-// scores again.
+// Whether maxima are updated in each tile. why for capped scores of large head dims: registers. why in lse: it
+// recomputes no scores.
 constexpr bool kAlwaysUpdatesMax = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV > 128 || kHeadDimV == 0);
 
 // Whether rows are found in which some keys outweigh all others, so that their largest weight becomes exact (L42). why

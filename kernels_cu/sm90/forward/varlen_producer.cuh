@@ -1,4 +1,4 @@
-// The producer of keys of variable-length sequences, for forward and lse on Hopper.
+// The producer of keys of variable-length sequences, for forward, lse and decoding on Hopper.
 #pragma once
 #include "../../common/fragment.cuh"
 #include "pages.cuh"

@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, 
 __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, unsigned barrier, int column,
                                          const VarlenBox& box, int head) {
   __device__ static uint4 zeros[(kBlockK > 64 ? kBlockK : 64) * 128 / sizeof(uint4)];
-  constexpr bool kOnce = kDecode;  // why L2 is told: parameters, code and lengths stay there for the next call
+  constexpr bool kOnce = kDecode;  // why: parameters, code and lengths stay in L2 for the next call
   if (box.is_outside(column)) bulk_load(target, zeros, box.bytes, barrier);
   else tma_load_5d<kOnce>(target, &map, barrier, column, box.first(), head, box.end, box.batch);
 }
