@@ -202,7 +202,7 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, is_sparse: bool = False) -> Plan:
     """Kernels: delta, then all gradients in one.
 
-    is_sparse: whether it passes over tiles in which the caller's mask shows nothing; two kernels before tell of these.
+    is_sparse: whether it passes over tiles in which the caller's mask shows nothing; two kernels before it list these.
     """
     deterministic, full, heads = problem.options.deterministic, is_full(problem), problem.batch * problem.heads_q
     stats_rows = stats_rows_of(problem, tile.block_q)

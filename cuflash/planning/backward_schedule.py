@@ -184,7 +184,7 @@ def choose_least_parts(problem: Problem, varlen: SeqlenInfo, most: int) -> int:
 
 
 def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
-    """Returns whether two thread blocks share the query heads of each key block of dk and dv in kernels by rows.
+    """Returns whether two thread blocks share the query heads of each key block of dk and dv in backward_dq_dkv.
 
     As for one kernel of all gradients (L35), but not with mods.
     """
