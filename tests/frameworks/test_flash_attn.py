@@ -42,7 +42,7 @@ SIGNATURES = {
     (fa2, "_flash_attn_backward"): f"{STATE}, {PRIVATE}, deterministic, rng_state=None",
     (fa2, "_flash_attn_varlen_forward"): f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
     "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
-    "seqused_k=None, zero_tensors=False",
+    "seqused_k=None, zero_tensors=False, num_splits=0",
     (fa2, "_flash_attn_varlen_backward"): f"{STATE}, {LENGTHS}, {PRIVATE}, deterministic, rng_state=None, "
     "zero_tensors=False",
     (fa3, "flash_attn_func"): f"q, k, v, softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), "
@@ -182,38 +182,6 @@ def test_version_3_packs_heads_of_grouped_queries_too() -> None:
             fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=heads)
 
 
-@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("has_out", [False, True])
-def test_parts_combine_to_the_whole(out_dtype: Any, has_out: bool) -> None:
-    q, k, v = (x.detach() for x in tensors(seqlen_k=12))
-    parts = [cuflash.forward(q, k[:, i : i + 4], v[:, i : i + 4], return_lse=True) for i in (0, 4, 8)]
-    out_partial = torch.stack([out for out, _ in parts])
-    lse_partial = torch.stack([lse.transpose(1, 2) for _, lse in parts])
-    dtype = out_dtype or torch.float32
-    target = torch.empty(q.shape, dtype=dtype) if has_out else None
-    out, lse = fa3.flash_attn_combine(out_partial, lse_partial, target, out_dtype)
-    assert out.dtype == dtype
-    assert target is None or out is target
-    assert lse.shape == (2, 9, 4)
-    assert lse.stride(1) == 1
-    assert_results((q, k, v), out, lse.transpose(1, 2))
-
-
-def test_combine_refuses_what_does_not_fit() -> None:
-    out, lse = torch.zeros(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4)
-    for arguments, words in (
-        ((out, lse.transpose(2, 3)), "lse_partial"),
-        ((out[0], lse[0]), "num_splits"),
-        ((out.half(), lse), "out_partial has dtype"),
-        ((out, lse.double()), "lse_partial has dtype"),
-        ((out, lse, None, torch.float64), "out_dtype"),
-        ((out, lse, torch.zeros(2, 5, 4, 8), torch.float16), "out has shape"),
-        ((out, lse, torch.zeros(2, 4, 5, 8)), "out has shape"),
-    ):
-        with pytest.raises(ProblemError, match=words):
-            fa3.flash_attn_combine(*arguments)
-
-
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
@@ -244,8 +212,16 @@ def test_windows_may_be_tensors_in_host_memory() -> None:
     inputs = tensors()
     for function in (fa2.flash_attn_func, fa3.flash_attn_func):
         expected = function(*inputs, window_size=(3, 1))
-        for window in ((torch.tensor(3), 1), [torch.tensor(3), torch.tensor(1)], [3, 1]):
+        for window in (
+            *((torch.tensor(3), 1), [torch.tensor(3), torch.tensor(1)], [3, 1]),
+            *(torch.tensor([3, 1]), torch.tensor([3, 1], dtype=torch.int32), np.array([3, 1])),
+        ):
             assert torch.equal(function(*inputs, window_size=window), expected)
+        for wrong in (torch.tensor([3, 1, 2]), torch.tensor(3), torch.zeros(2, 1), torch.empty(2, device="meta")):
+            with pytest.raises(ProblemError, match=r"window_size is a tensor of shape .*; give a tuple, or"):
+                function(*inputs, window_size=wrong)
+        with pytest.raises(ProblemError, match=r"window_size left=3\.5"):
+            function(*inputs, window_size=torch.tensor([3.5, 1]))
         with pytest.raises(ProblemError, match=r"window_size is a tensor of shape \(1,\)"):
             function(*inputs, window_size=(torch.tensor([3]), 1))
         with pytest.raises(ProblemError, match="window_size"):

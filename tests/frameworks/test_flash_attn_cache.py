@@ -142,9 +142,46 @@ def test_what_does_not_fit_is_refused(module: Any) -> None:
         ({"cache_seqlens": arguments["cache_seqlens"].long()}, "cache_seqlens has dtype torch.int64"),
         ({table: arguments[table].long()}, f"{table} has dtype torch.int64"),
         ({"cache_batch_idx": torch.zeros(3)}, "cache_batch_idx has dtype torch.float32"),
-        ({"cache_batch_idx": torch.zeros(3, dtype=torch.int32)}, f"{table} and cache_batch_idx"),
         ({"return_softmax_lse": None}, "return_softmax_lse=None"),
         ({"num_splits": -1}, "num_splits=-1 is negative"),
     ):
         with pytest.raises(ProblemError, match=words):
             module.flash_attn_with_kvcache(**arguments | changes)
+    rows = torch.zeros(3, dtype=torch.int32)
+    words = "block_table and cache_batch_idx place" if module is fa2 else r"page_table has shape \(.*\(3, 1\) on cpu"
+    with pytest.raises(ProblemError, match=words):
+        module.flash_attn_with_kvcache(**arguments, cache_batch_idx=rows if module is fa2 else rows[:, None])
+
+
+@each([CASES[4], PACKED[1]])
+def test_version_3_takes_rows_of_a_table_of_pages(case: Sequences, device: str) -> None:
+    inputs = varlen_arrays(case)
+    arguments = arguments_for(fa3, inputs, device)
+    order = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    table = arguments.pop("page_table")
+    shuffled = torch.empty_like(table)
+    shuffled[order.long()] = table  # sequence b has row order[b]
+    arguments |= {"page_table": shuffled, "cache_batch_idx": order}
+    before = shuffled.clone()
+    assert_sequences(inputs, *fa3.flash_attn_with_kvcache(**arguments, return_softmax_lse=True)[:2])
+    lengths = {"seqused_k": arguments["cache_seqlens"], "cu_seqlens_q": arguments.get("cu_seqlens_q")}
+    private = {"page_table": shuffled, "kv_batch_idx": order, "causal": case.causal, "max_seqlen_q": 20, **lengths}
+    tensors = arguments["q"], arguments["k_cache"], arguments["v_cache"]
+    assert_sequences(inputs, *fa3._flash_attn_forward(*tensors, **private)[:2])
+    assert torch.equal(shuffled, before)
+
+
+def test_a_row_of_a_table_may_serve_several_sequences_and_may_be_missing(device: str) -> None:
+    arguments = arguments_for(fa3, varlen_arrays(replace(CASES[4], keys=(40, 40, 40))), device)
+    table = arguments.pop("page_table")
+    twice, there = (table[[1, 1, 0]], [0, 1, 2]), (table[[1, 0, 0]], [0])
+    for rows, (expected_table, visible) in (([1, 1, 0], twice), ([1, -1, 3], there)):
+        order = torch.tensor(rows, dtype=torch.int32, device=device)
+        out, lse, *_ = fa3.flash_attn_with_kvcache(
+            **arguments, page_table=table, cache_batch_idx=order, return_softmax_lse=True
+        )
+        expected = fa3.flash_attn_with_kvcache(**arguments, page_table=expected_table)
+        assert torch.equal(out[visible], expected[visible])
+        hidden = [each for each in range(3) if each not in visible]
+        assert not out[hidden].any()
+        assert (lse[hidden] == -torch.inf).all()

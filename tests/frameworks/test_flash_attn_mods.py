@@ -153,7 +153,9 @@ def test_the_private_functions_hand_the_seed_on() -> None:
     assert plain[2].numel() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, None], ids=["float32", "of q"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, None, torch.float16, torch.bfloat16], ids=["float32", "of q", "float16", "bfloat16"]
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_sinks(device: str, dtype: Any) -> None:
     inputs = tensors(device)
@@ -167,6 +169,7 @@ def test_sinks(device: str, dtype: Any) -> None:
     dout = torch.randn_like(out)
     pairs = zip(*(torch.autograd.grad(x, (*inputs, sink), dout.to(x.dtype)) for x in (out, expected)), strict=True)
     for got, real in pairs:
+        assert got.dtype == real.dtype
         torch.testing.assert_close(got.double(), real.double(), rtol=1e-2, atol=1e-2 if device == "cuda" else 1e-5)
     assert torch.equal(fa3.flash_attn_func(*inputs, causal=True, s_aux=sink), out)
     bounds = [torch.arange(3, dtype=torch.int32, device=device) * n for n in (9, 12)]

@@ -72,6 +72,17 @@ def test_new_keys_are_written_and_seen(
     check(module, call_of(module, place, rotation), device, not options["causal"], **options)
 
 
+def test_version_3_writes_by_rows_of_a_table_of_pages(device: str) -> None:
+    call = call_of(fa3, "pages of 3")
+    expected, arguments = theirs(fa3, call, device), theirs(fa3, call, device)
+    order = torch.tensor([1, 2, 0], dtype=torch.int32, device=device)
+    table = torch.empty_like(arguments["page_table"])
+    table[order.long()] = arguments["page_table"]  # sequence b has row order[b]
+    out = fa3.flash_attn_with_kvcache(**arguments | {"page_table": table, "cache_batch_idx": order}, causal=True)
+    assert_equal(out, fa3.flash_attn_with_kvcache(**expected, causal=True))
+    assert_equal(*((x["k_cache"], x["v_cache"]) for x in (arguments, expected)))
+
+
 @pytest.mark.parametrize("rotation", ["none", "pairs"])
 @pytest.mark.parametrize(
     "counts",
@@ -94,6 +105,7 @@ def test_version_3_takes_packed_rows(counts: dict[str, Any], rotation: str, devi
         (fa2, (33, 40), True),
         (fa3, (31, -1), False),
         (fa3, (32, -1), True),
+        (fa3, torch.tensor([32, -1]), True),
         (fa3, (-1, 3), False),
         (fa3, (-1, 4), True),
         (fa3, (torch.tensor(2), torch.tensor(2)), False),

@@ -105,7 +105,9 @@ def test_pages_and_used_keys(device: str) -> None:
     more = {"block_table": arguments["page_table"]}
     for cu_seqlens_k, seqused_k in ((bounds, None), (None, used), (bounds + 7, used)):
         lengths = arguments["cu_seqlens_q"], cu_seqlens_k, 17, 17, 0.0, None, True
-        assert_sequences(inputs, *fa2._flash_attn_varlen_forward(q, k, v, *lengths, **more, seqused_k=seqused_k)[:2])
+        for splits in ({}, {"num_splits": 1}, {"num_splits": 3}):
+            keywords = more | splits | {"seqused_k": seqused_k}
+            assert_sequences(inputs, *fa2._flash_attn_varlen_forward(q, k, v, *lengths, **keywords)[:2])
     inputs = varlen_arrays(replace(CASE, used_k=True, spare_k=(0, 3, 2, 1)))
     arguments = arguments_of(inputs, device)
     tensors = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
@@ -167,3 +169,5 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
     bounds = torch.tensor([0, 9], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="leftpad_k was given"):
         fa2._flash_attn_varlen_forward(q[0], k[0], v[0], bounds, bounds, 9, 9, 0.0, None, True, leftpad_k=bounds)
+    with pytest.raises(ProblemError, match="num_splits=-1 is negative"):
+        fa2._flash_attn_varlen_forward(q[0], k[0], v[0], bounds, bounds, 9, 9, 0.0, None, True, num_splits=-1)

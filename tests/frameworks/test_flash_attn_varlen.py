@@ -129,7 +129,8 @@ def test_bounds_and_windows_may_be_tensors_in_host_memory(module: Any) -> None:
     expected = module.flash_attn_varlen_func(**arguments)
     tensors = {name: torch.tensor(arguments[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
     window = torch.tensor(4), torch.tensor(0)
-    assert torch.equal(module.flash_attn_varlen_func(**arguments | tensors | {"window_size": window}), expected)
+    for each in (window, torch.stack(window)):
+        assert torch.equal(module.flash_attn_varlen_func(**arguments | tensors | {"window_size": each}), expected)
     none = {"max_seqlen_q": None, "max_seqlen_k": None}
     assert torch.equal(module.flash_attn_varlen_func(**arguments | none), expected)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import ProblemError, UnsupportedError
@@ -117,16 +118,35 @@ def lengths_of(
     return keywords
 
 
-def in_host_memory(name: str, value: Any) -> Any:
-    """`value`, or what a tensor without axes in host memory holds. One on a GPU would be waited for."""
+def rows_of_table(page_table: Any, name: str, rows: Any) -> tuple[Any, Any]:
+    """The table of pages and the rows of a cache, of which one is None: where both are given, sequence b has that row.
+
+    name: that of `rows`. A row that is not there has pages of -1: not seen on a GPU, an error in host memory.
+    """
+    if page_table is None or rows is None:
+        return page_table, rows
+    check_integers("page_table", page_table)
+    check_integers(name, rows)
+    if page_table.ndim != 2 or rows.ndim != 1 or page_table.device != rows.device:
+        raise ProblemError(
+            f"page_table has shape {tuple(page_table.shape)} on {page_table.device}, and {name} {tuple(rows.shape)} on "
+            f"{rows.device}; give (rows, max_pages) and (batch,) on one device"
+        )
+    table = torch.cat([page_table, page_table.new_full((1, page_table.shape[1]), -1)])  # the last row: no pages
+    nowhere = len(page_table)
+    return table[torch.where((rows >= 0) & (rows < nowhere), rows, nowhere)], None
+
+
+def in_host_memory(name: str, value: Any, shape: tuple[int, ...] = ()) -> Any:
+    """`value`, or what a tensor of this shape in host memory holds. One on a GPU would be waited for."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.ndim or value.device.type != "cpu":
+    if value.shape != shape or value.device.type != "cpu":
+        kinds = "number, or a tensor without axes" if shape == () else f"tuple, or a tensor of shape {shape}"
         raise ProblemError(
-            f"{name} is a tensor of shape {tuple(value.shape)} on {value.device}; give a number, or a tensor without "
-            "axes in host memory"
+            f"{name} is a tensor of shape {tuple(value.shape)} on {value.device}; give a {kinds} in host memory"
         )
-    return value.item()
+    return value.tolist() if shape else value.item()
 
 
 def bounds_to_host(sequences: dict[str, Any]) -> None:
@@ -137,11 +157,13 @@ def bounds_to_host(sequences: dict[str, Any]) -> None:
 
 
 def window_of(window_size: Any) -> Any:
-    """The window, whose sides may be tensors in host memory."""
+    """The window, which may be one tensor or array in host memory, as may each of its sides."""
     if isinstance(window_size, (tuple, list)):
         for side in window_size:
             if type(side) is not int and isinstance(side, torch.Tensor):  # why first: to ask for tensors is slow
                 return tuple(in_host_memory("window_size", side) for side in window_size)
+    elif isinstance(window_size, (torch.Tensor, np.ndarray)):
+        return in_host_memory("window_size", torch.as_tensor(window_size), (2,))
     return window_size
 
 
@@ -162,6 +184,24 @@ def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, s
             f"{count} tensors by themselves"
         )
     return tuple(packed.unbind(axis))
+
+
+def check_out(name: str, out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises unless out is None or a tensor that the result of attention of q and v fits into."""
+    if out is None:
+        return
+    for each, tensor in ((name, out), ("q", q), ("v", v)):
+        check_tensor(each, tensor)
+    check_fits(name, out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+
+
+def check_fits(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises unless a tensor for a result has its shape, dtype and device."""
+    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
+        raise ProblemError(
+            f"{name} has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {shape} and {dtype} on "
+            f"{device}, or None"
+        )
 
 
 def check_rank(name: str, tensor: Any, rank: int) -> None:

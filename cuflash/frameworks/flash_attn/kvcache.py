@@ -50,8 +50,8 @@ def over_cache(
     check_integers(table, page_table)
     for name in ("cu_seqlens_q", "cache_batch_idx"):
         check_integers(name, sequences.get(name))
-    if page_table is not None and sequences.get("cache_batch_idx") is not None:
-        raise ProblemError(f"{table} and cache_batch_idx place the same keys; give one of them")
+    if page_table is not None and sequences.get("cache_batch_idx") is not None:  # version 3 has taken its rows
+        raise ProblemError("block_table and cache_batch_idx place the same keys; give one of them")
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
     rows = _check_new(new, cache_seqlens)
     length = used = None  # of the keys of a sequence, which are all of the cache without both

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ...errors import ProblemError, UnsupportedError
+from ...mods.language import position_of
 from ...mods.masks import chunked
 from ...mods.scores import alibi
 from ...problem.options import WindowSize, check_integer
@@ -43,12 +45,16 @@ def v2_mod_kwargs(
     return mod_kwargs | {"dropout_p": number, "dropout_seed": rng_state.flatten()[:1]}
 
 
-def later_mod_kwargs(name: str, sink: Any, attention_chunk: Any = 0) -> dict[str, Any]:
-    """The keywords of `attention` for sinks, whose argument has that name, and for flash-attn 3's chunks."""
+def later_mod_kwargs(name: str, sink: Any, q: Any, attention_chunk: Any = 0) -> dict[str, Any]:
+    """The keywords of `attention` for sinks, whose argument has that name, and for flash-attn 3's chunks.
+
+    Sinks may have any 16-bit dtype, as in flash-attn 4: float32 holds them exactly.
+    """
     mod_kwargs: dict[str, Any] = {}
     if sink is not None:
         check_tensor(name, sink)
-        mod_kwargs["sinks"] = sink
+        is_narrow = sink.dtype in (torch.float16, torch.bfloat16)
+        mod_kwargs["sinks"] = sink.float() if is_narrow and sink.dtype != getattr(q, "dtype", None) else sink
     if type(attention_chunk) is not int or attention_chunk != 0:  # why by types: arrays may have no truth
         chunk = check_integer("attention_chunk", attention_chunk)
         if chunk < 0:
@@ -56,6 +62,19 @@ def later_mod_kwargs(name: str, sink: Any, attention_chunk: Any = 0) -> dict[str
         if chunk:
             mod_kwargs["mask_mod"] = chunked(chunk)
     return mod_kwargs
+
+
+@lru_cache(64)  # why: a function is traced once
+def interval(left: int | None, right: int | None) -> Any:
+    """The mask_mod of a window whose sides are any numbers: keys from `left` before to `right` after the position."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        position, is_visible = position_of(q_idx), True
+        if left is not None:
+            is_visible = (k_idx >= position - left) & is_visible
+        return is_visible if right is None else (k_idx <= position + right) & is_visible
+
+    return mask_mod
 
 
 def _dropout(dropout_p: Any) -> float:

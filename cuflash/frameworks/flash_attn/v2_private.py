@@ -68,18 +68,20 @@ def _flash_attn_varlen_forward(
     leftpad_k: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> Results:
     """`flash_attn_varlen_func`; lse is (heads_q, total_q) float32.
 
     `seqused_k` (batch,) tells how many keys of each sequence are used; beside a block table cu_seqlens_k may be None
-    then. Errors are those of that function; leftpad_k is an UnsupportedError.
+    then. `num_splits`: blocks that share the keys of a query, 0 for a choice. Errors are those of that function;
+    leftpad_k is an UnsupportedError.
     """
     refuse_leftpad("leftpad_k", leftpad_k)
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
     window = window_size_left, window_size_right
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q)
     sequences = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    sequences |= paged_or_packed(cu_seqlens_k, seqused_k, block_table)
+    sequences |= paged_or_packed(cu_seqlens_k, seqused_k, block_table) | {"num_splits": num_splits}
     return _with_rest(q, k, v, return_softmax, mod_kwargs, (softmax_scale, causal, window, softcap), **sequences)
 
 

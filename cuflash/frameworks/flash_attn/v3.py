@@ -7,7 +7,7 @@ that module says about masks, lengths, dtypes and refused arguments also holds h
 share the keys of a query, 0 for a choice. `pack_gqa`, `sm_margin` and `scheduler_metadata` change no result; cuflash
 schedules each call itself, and takes them without using them.
 
-`s_aux` (heads_q,), float32 or the dtype of q, is one more logit of each head, without a value. FlashAttention's own
+`s_aux` (heads_q,), float32, float16 or bfloat16, is one more logit of each head, without a value. FlashAttention's own
 functions do not have it; it is the name of vLLM's copy of them, by which transformers passes sinks. With
 `attention_chunk`, which has gradients here, a query sees keys of its own chunk of that many positions alone.
 
@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from ...errors import ProblemError, UnsupportedError
-from ...ops.merge import merge_states
+from ...errors import ProblemError
 from ...problem.options import WindowSize
 from ..torch import check_tensor
-from .arguments import attend, lengths_of, refuse_of_version_3, unpack
+from .arguments import attend, lengths_of, refuse_of_version_3, rows_of_table, unpack
+from .combine import combine
 from .kvcache import New, over_cache, refuse_rotary_seqlens
 from .mods import later_mod_kwargs
 from .v3_private import _flash_attn_backward as _flash_attn_backward
@@ -80,7 +80,7 @@ def flash_attn_func(
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
-    mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
+    mod_kwargs = later_mod_kwargs("s_aux", s_aux, q, attention_chunk)
     return attend(q, k, v, *shared_args, num_splits=num_splits, mod_kwargs=mod_kwargs)
 
 
@@ -128,7 +128,7 @@ def flash_attn_varlen_func(
         )
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
-    mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
+    mod_kwargs = later_mod_kwargs("s_aux", s_aux, q, attention_chunk)
     sequences = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, max_seqlen_q, max_seqlen_k)
     return attend(q, k, v, *shared_args, num_splits=num_splits, mod_kwargs=mod_kwargs, **sequences)
 
@@ -158,7 +158,7 @@ def flash_attn_qkvpacked_func(
     else:
         q, k, v = unpack("qkv", qkv, 3)
     refuse_of_version_3(softmax_scale, (None, sm_margin), None, q_descale, k_descale, v_descale)
-    mod_kwargs = later_mod_kwargs("s_aux", None, attention_chunk)
+    mod_kwargs = later_mod_kwargs("s_aux", None, q, attention_chunk)
     return attend(
         q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, mod_kwargs=mod_kwargs
     )
@@ -178,31 +178,7 @@ def flash_attn_combine(
 
     Raises ProblemError for other shapes and dtypes, UnsupportedError for more parts than `merge_states` takes.
     """
-    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        check_tensor(name, tensor)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{name} requires grad, but merging has no gradients; detach it, or take flash_attn_func of all keys"
-            )
-    if out_partial.ndim != 5 or lse_partial.shape != out_partial.shape[:-1]:
-        raise ProblemError(
-            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}; give "
-            "(num_splits, batch, seqlen, heads, head_dim) and (num_splits, batch, seqlen, heads)"
-        )
-    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if tensor.dtype != torch.float32:
-            raise ProblemError(f"{name} has dtype {tensor.dtype}; give float32")
-    dtype = torch.float32 if out_dtype is None else out_dtype
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ProblemError(f"out_dtype={out_dtype}; give torch.float32, torch.float16 or torch.bfloat16")
-    expected = (out_partial.shape[1:], dtype, out_partial.device)
-    if out is not None and (out.shape, out.dtype, out.device) != expected:
-        raise ProblemError(
-            f"out has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {tuple(expected[0])} and "
-            f"{dtype} on {expected[2]}"
-        )
-    whole, lse = merge_states(out_partial.unbind(), lse_partial.transpose(2, 3).unbind())
-    return whole.to(dtype) if out is None else out.copy_(whole), lse.transpose(1, 2)
+    return combine(out_partial, lse_partial, out, out_dtype, ranks=(5,), dtypes=(torch.float32,))
 
 
 def flash_attn_with_kvcache(
@@ -243,8 +219,8 @@ def flash_attn_with_kvcache(
 
     Beyond it, q may be packed, (total_q, heads_q, head_dim) with `cu_seqlens_q`; `max_seqlen_q` then bounds its
     sequences, and otherwise says nothing. New keys and values may be packed, (total_new, heads_kv, head_dim) with
-    `cu_seqlens_k_new`, which says nothing without k. The table of pages is `page_table`. `rotary_seqlens` may be
-    `cache_seqlens` itself.
+    `cu_seqlens_k_new`, which says nothing without k. The table of pages is `page_table`; beside it, sequence b has its
+    row `cache_batch_idx[b]`. `rotary_seqlens` may be `cache_seqlens` itself.
 
     Returns out in the shape of q (with the head_dim of v), or (out, lse, out_accum, lse_accum) with
     `return_softmax_lse`: lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q), float32; the last two are
@@ -254,12 +230,13 @@ def flash_attn_with_kvcache(
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("rotary_seqlens", rotary_seqlens, cache_seqlens)
+    page_table, cache_batch_idx = rows_of_table(page_table, "cache_batch_idx", cache_batch_idx)
     new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
     shared_args = softmax_scale, causal, window_size, softcap, return_softmax_lse
     cache_args = cache_seqlens, cache_leftpad, page_table, *shared_args
     keywords: dict[str, Any] = {"cache_batch_idx": cache_batch_idx, "num_splits": num_splits}
     keywords |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": None if cu_seqlens_q is None else max_seqlen_q}
-    mod_kwargs = later_mod_kwargs("s_aux", s_aux, attention_chunk)
+    mod_kwargs = later_mod_kwargs("s_aux", s_aux, q, attention_chunk)
     result = over_cache(3, q, k_cache, v_cache, new, *cache_args, mod_kwargs=mod_kwargs, **keywords)
     if not return_softmax_lse:
         return result

@@ -17,7 +17,7 @@ import torch
 from ...errors import ProblemError
 from ..torch import check_tensor
 from ..torch.varlen import check_integers
-from .arguments import attend, lengths_of, refuse_leftpad, refuse_of_version_3
+from .arguments import attend, check_out, lengths_of, refuse_leftpad, refuse_of_version_3, rows_of_table
 from .kvcache import New, over_cache, refuse_rotary_seqlens
 from .mods import later_mod_kwargs
 from .v2_private import Results, write_gradients
@@ -62,7 +62,8 @@ def _flash_attn_forward(
     """Attention of dense, packed or cached sequences: what all public functions of FlashAttention-3 call.
 
     With k_new and v_new, k and v are caches that hold `seqused_k` keys, and everything is as in
-    `flash_attn_with_kvcache`. Beside a `page_table`, `cu_seqlens_k` tells lengths alone, unless `seqused_k` does.
+    `flash_attn_with_kvcache`. Beside a `page_table`, `cu_seqlens_k` tells lengths alone, unless `seqused_k` does, and
+    `kv_batch_idx[b]` is the row of the table that sequence b has.
 
     Returns (out, lse, out_accum, lse_accum): lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q),
     float32, and the last two are empty. out is written into `out_`, if that is given, in the same shape and dtype.
@@ -75,16 +76,10 @@ def _flash_attn_forward(
     check_tensor("q", q)
     check_tensor("v", v)
     window = window_size_left, window_size_right
-    if out_ is not None:
-        check_tensor("out_", out_)
-        expected = (*q.shape[:-1], v.shape[-1]), q.dtype, q.device
-        if (out_.shape, out_.dtype, out_.device) != expected:
-            raise ProblemError(
-                f"out_ has shape {tuple(out_.shape)} and dtype {out_.dtype} on {out_.device}; give {expected[0]} and "
-                f"{expected[1]} on {expected[2]}, or None"
-            )
+    check_out("out_", out_, q, v)
+    page_table, kv_batch_idx = rows_of_table(page_table, "kv_batch_idx", kv_batch_idx)
     keywords: dict[str, Any] = {"cache_batch_idx": kv_batch_idx, "num_splits": num_splits}
-    keywords["mod_kwargs"] = later_mod_kwargs("s_aux", None, attention_chunk)
+    keywords["mod_kwargs"] = later_mod_kwargs("s_aux", None, q, attention_chunk)
     if any(x is not None for x in (k_new, v_new, rotary_cos, rotary_sin)):
         if cu_seqlens_k is not None:
             raise ProblemError("cu_seqlens_k was given beside new keys; give a cache, and seqused_k for its lengths")
@@ -100,8 +95,7 @@ def _flash_attn_forward(
         keywords |= lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
         result = attend(q, k, v, softmax_scale, causal, window, softcap, False, True, **keywords)
     out, lse = result
-    if out_ is not None:
-        out = out_.copy_(out)
+    out = out if out_ is None else out_.copy_(out)
     return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.float32)
 
 

@@ -2,35 +2,56 @@
 
     from cuflash.frameworks.flash_attn_4_interface import flash_attn_func    # was: from flash_attn.cute import …
 
-As there, all functions return (out, lse), where lse is None unless it is asked for by `return_lse`, and an open side of
-`window_size` is None. Causal masks are aligned bottom-right, `causal=True` closes the right side of the window, and
-`softcap=0` means none. Lengths and tables are int32 on the device, where alone they are read; bounds and windows may be
-numbers or tensors without axes in host memory. `num_splits` is how many blocks share the keys of a query, 0 for a
-choice. `pack_gqa` and `min_seqlen_k` change no result and are taken without being used.
+As there, attention returns (out, lse), where lse is None unless it is asked for by `return_lse`, and an open side of
+`window_size` is None. A query at position p, bottom-right aligned, sees the keys p - left … p + right; a negative side
+moves that interval wholly to one side of p, and if both are negative, both are open. `causal=True` closes the right
+side, and `softcap=0` means none. Lengths and tables are int32 on the device, where alone they are read; bounds and
+windows may be numbers or tensors in host memory, and a bound on the device is a hint that is not read. `num_splits` is
+how many blocks share the keys of a query, 0 for a choice. `pack_gqa`, `min_seqlen_k` and `scheduler_metadata` change no
+result and are taken without being used.
 
 Unlike there, tensors may be float32 or on the CPU and have any strides, head dims and page sizes, all gradients may be
-`deterministic`, and gradients also flow through lse and into `learnable_sink` (heads_q,), float32 or the dtype of q:
-one more logit of each head, without a value. A second product qv is refused, and so are functions of scores and masks,
-which are CuTe code there; as Python functions of scalars, `cuflash.frameworks.torch.attention` takes them.
+`deterministic`, and gradients also flow through lse and into `learnable_sink` (heads_q,), float32, float16 or bfloat16:
+one more logit of each head, without a value. A second product qv is refused, with what belongs to it, and so are
+functions of scores and masks, which are CuTe code there; as Python functions of scalars,
+`cuflash.frameworks.torch.attention` takes them. The kernels `_flash_attn_fwd` and `_flash_attn_bwd`, which PyTorch's
+flex_attention calls with `BACKEND="FLASH"`, are not here.
 
-Source: flash_attn/cute/interface.py of FlashAttention's main branch.
+Source: flash_attn/cute/interface.py of flash-attn-4 4.0.0b36. Up to b20, a window whose sides have a sum below 0 was
+open; here, as there, it shows no key unless both sides are negative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import ProblemError, UnsupportedError
-from ...problem.options import WindowSize, check_flag, check_window
+from ...problem.options import SPLIT_STEP, WindowSize, check_flag, check_integer, check_window
+from ..torch import check_tensor
+from ..torch.varlen import check_integers
 from .arguments import attend, lengths_of, window_of
-from .mods import later_mod_kwargs
+from .combine import combine
+from .mods import interval, later_mod_kwargs
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class SchedulerMetadata(NamedTuple):
+    """A schedule, by FlashAttention-4's names. All of its tensors are None, as they are there where none is needed."""
+
+    num_m_blocks_ptr: torch.Tensor | None = None
+    num_splits_dynamic_ptr: torch.Tensor | None = None
+    virtual_batch_idx_ptr: torch.Tensor | None = None
+    num_nheads_in_l2_ptr: torch.Tensor | None = None
+    tile_count_semaphore: torch.Tensor | None = None
+    cu_total_m_blocks: torch.Tensor | None = None
+    cu_total_splits_m_blocks: torch.Tensor | None = None
+    blocks_to_batch_idx: torch.Tensor | None = None
 
 
 def flash_attn_func(
@@ -55,15 +76,17 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> Result:
     """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
 
     Returns (out, lse): out (batch, seqlen_q, heads_q, head_dim of v), and lse (batch, heads_q, seqlen_q) float32 with
     `return_lse`, else None.
 
-    Raises UnsupportedError for qv, gather_kv_indices, and functions of scores and masks with what
-    belongs to them; ProblemError for a window that ends before the query; other errors as `cuflash.forward` does.
-    Limits and rules for NaN are those of `cuflash.forward` and, for gradients, of `cuflash.backward`.
+    Raises UnsupportedError for qv, arguments whose names begin with `gather`, and functions of scores and masks with
+    what belongs to them; other errors as `cuflash.forward` does. Limits and rules for NaN are those of
+    `cuflash.forward` and, for gradients, of `cuflash.backward`.
 
     >>> import torch
     >>> from cuflash.frameworks.flash_attn_4_interface import flash_attn_func
@@ -83,10 +106,13 @@ def flash_attn_func(
         aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+        gather_bwd_recompute_p=_set(gather_bwd_recompute_p),
+        gather_bwd_token_chunk=gather_bwd_token_chunk,
     )
-    window = _window(causal, window_size)
+    causal, window, mod_kwargs = _masked(causal, window_size)
+    mod_kwargs |= later_mod_kwargs("learnable_sink", learnable_sink, q)
     shared_args = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *shared_args, later_mod_kwargs("learnable_sink", learnable_sink))
+    result = attend(q, k, v, *shared_args, mod_kwargs)
     return result if return_lse else (result, None)
 
 
@@ -119,6 +145,11 @@ def flash_attn_varlen_func(
     aux_tensors: list[torch.Tensor] | None = None,
     aux_scalars: tuple[Any, ...] | None = None,
     return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> Result:
     """Attention of packed sequences, with gradients, and of pages.
 
@@ -128,6 +159,9 @@ def flash_attn_varlen_func(
     max_pages), k and v are pages (num_pages, page_size, heads_kv, head_dim), which have no gradients; cu_seqlens_k,
     which FlashAttention-4 refuses there, then tells lengths alone. Packed rows past max_seqlen_q, and keys past
     max_seqlen_k, do not count.
+
+    `seqlen_k_per_split`, a positive number, makes the bits of a row depend on nothing but its own query and keys, as
+    `split_size` of `cuflash.forward`; all numbers have the same effect. It holds beside any num_splits.
 
     Returns (out, lse): out in the shape of q (with the head_dim of v), and lse (heads_q, total_q), or (batch, heads_q,
     seqlen_q) where q is not packed, float32 with `return_lse`, else None. Errors are those of `flash_attn_func`.
@@ -142,12 +176,85 @@ def flash_attn_varlen_func(
         block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
+        gather_bwd_recompute_p=_set(gather_bwd_recompute_p),
+        gather_bwd_token_chunk=gather_bwd_token_chunk,
     )
-    window = _window(causal, window_size)
-    varlen_kwargs = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+    check_flag("disable_scheduler_metadata", disable_scheduler_metadata)
+    causal, window, mod_kwargs = _masked(causal, window_size)
+    mod_kwargs |= later_mod_kwargs("learnable_sink", learnable_sink, q)
+    bounds = _bound(max_seqlen_q), _bound(max_seqlen_k)
+    varlen_kwargs = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, *bounds)
+    if seqlen_k_per_split is not None:
+        varlen_kwargs["split_size"] = _split_size(seqlen_k_per_split)
     shared_args = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *shared_args, later_mod_kwargs("learnable_sink", learnable_sink), **varlen_kwargs)
+    result = attend(q, k, v, *shared_args, mod_kwargs, **varlen_kwargs)
     return result if return_lse else (result, None)
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    seqused: torch.Tensor | None = None,
+    virtual_batch_idx: torch.Tensor | None = None,
+    return_lse: bool = True,
+) -> Result:
+    """Merges attention over num_splits disjoint sets of keys into attention over all of them; it has no gradients.
+
+    out_partial (num_splits, batch, seqlen, heads, head_dim) or, packed, (num_splits, total_q, heads, head_dim),
+    float32, float16 or bfloat16; lse_partial in the same shape without head_dim, float32. `cu_seqlens` (batch + 1),
+    `seqused` (batch) and `virtual_batch_idx` (batch), int32, tell FlashAttention-4 which rows it may leave as they are;
+    all rows are merged here.
+
+    Returns out, without num_splits, in `out_dtype` (default that of out_partial), written into `out` if that is given
+    with the same dtype, and lse (batch, seqlen, heads) or (total_q, heads) float32, which is contiguous along seqlen,
+    or None without `return_lse`. Raises ProblemError for other shapes and dtypes.
+    """
+    for name, integers in (("cu_seqlens", cu_seqlens), ("seqused", seqused), ("virtual_batch_idx", virtual_batch_idx)):
+        check_integers(name, integers)
+    check_flag("return_lse", return_lse)
+    dtypes = torch.float32, torch.float16, torch.bfloat16
+    whole, lse = combine(out_partial, lse_partial, out, out_dtype, ranks=(5, 4), dtypes=dtypes)
+    return whole, lse if return_lse else None
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: int | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
+) -> SchedulerMetadata:
+    """A schedule for `flash_attn_varlen_func`, without tensors: cuflash schedules each call itself.
+
+    It can be kept and passed back, and is not read there, so whatever it was made for, results are the same. One of
+    cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k must be a tensor; nothing else is judged.
+    """
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    for name, tensor in lengths.items():
+        if tensor is not None:
+            check_tensor(name, tensor)
+    if all(tensor is None for tensor in lengths.values()):
+        raise ProblemError(f"no lengths were given; give at least one of {', '.join(lengths)}")
+    return SchedulerMetadata()
 
 
 def _refuse(pack_gqa: Any, **arguments: Any) -> None:
@@ -157,7 +264,7 @@ def _refuse(pack_gqa: Any, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is None:
             continue
-        if name in ("qv", "gather_kv_indices"):
+        if name == "qv" or name.startswith("gather"):
             raise UnsupportedError(
                 f"{name}: cuflash does not have it; leave None, or take FlashAttention-4's own function"
             )
@@ -169,22 +276,36 @@ def _refuse(pack_gqa: Any, **arguments: Any) -> None:
         )
 
 
-def _window(causal: Any, window_size: Any) -> Any:
-    """The window as `attention` takes it, where a side of -1 is open. FlashAttention-4 opens both if their sum is < 0.
+def _set(flag: Any) -> Any:
+    """A flag, or None for one that is not set."""
+    return flag or None
 
-    Else it takes the number as it is: right of -1 would hide the query's own key.
-    """
+
+def _bound(bound: Any) -> Any:
+    """A bound on lengths, or None for one that only the device knows."""
+    return None if isinstance(bound, torch.Tensor) and bound.device.type != "cpu" else bound
+
+
+def _split_size(seqlen_k_per_split: Any) -> int:
+    number = check_integer("seqlen_k_per_split", seqlen_k_per_split)
+    if number < 1:
+        raise ProblemError(f"seqlen_k_per_split={number}; give a positive number of keys, or None")
+    return -(-number // SPLIT_STEP) * SPLIT_STEP
+
+
+def _masked(causal: Any, window_size: Any) -> tuple[bool, Any, dict[str, Any]]:
+    """The window as `attention` takes it, which knows no negative sides: a mask_mod shows the keys of such a one."""
     check_flag("causal", causal)
     window = window_of(window_size)
-    check_window(window)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        check_window(window)  # which raises
     left, right = window
+    left = None if left is None else check_integer("window_size left", left)
+    right = None if right is None else check_integer("window_size right", right)
+    if left is not None and right is not None and left < 0 and right < 0:
+        left = right = None
     if causal:
         right = 0
-    if left is not None and right is not None and left + right < 0:
-        return -1, -1
-    if -1 in (left, right):
-        raise ProblemError(
-            f"window_size={tuple(window)}: beside such a side FlashAttention-4 takes -1 as a number of keys, which "
-            "ends the window before the query's own key; give None for an open side"
-        )
-    return left, right
+    if (left is None or left >= 0) and (right is None or right >= 0):
+        return causal, (left, right), {}
+    return False, (None, None), {"mask_mod": interval(left, right)}
