@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from workers import run_python
 
 from cuflash import UnsupportedError
 from cuflash.frameworks import flash_attn
-from cuflash.frameworks.flash_attn import bert_padding, v2, v3, v4
+from cuflash.frameworks.flash_attn import bert_padding, v2, v2_gpu, v3, v4
 
 ROOTS = "flash_attn", "flash_attn_3", "flash_attn_interface"
 if any(importlib.util.find_spec(name) for name in ROOTS):
@@ -100,11 +101,82 @@ def test_the_version_is_one_that_clients_take() -> None:
 
 def test_what_is_not_there_is_a_module_that_is_not_found() -> None:
     flash_attn.activate()
-    for name in ("flash_attn.layers.rotary", "flash_attn.cute.utils", "flash_attn_2_cuda"):
-        with pytest.raises(ModuleNotFoundError):
-            importlib.import_module(name)
-    with pytest.raises(ImportError, match="attend"):
+    for name in ("layers", "layers.rotary", "ops.triton.rotary", "losses", "modules.mha", "cute.utils"):
+        first = name.split(".")[0] if "cute" not in name else name
+        words = f"No module named 'flash_attn.{first}': cuflash stands in for flash-attn here"
+        with pytest.raises(ModuleNotFoundError, match=words) as caught:
+            importlib.import_module(f"flash_attn.{name}")
+        assert caught.value.name == f"flash_attn.{first}"
+        assert importlib.util.find_spec(f"flash_attn.{first}") is None  # by which programs look for modules
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn_2_cuda")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'flash_attention'$"):
+        importlib.import_module("flash_attention")
+    assert importlib.util.find_spec("flash_attn_3._C") is None
+
+
+def test_what_a_module_lacks_is_an_import_error_that_names_cuflash() -> None:
+    flash_attn.activate()
+    with pytest.raises(ImportError, match=r"attend.*cuflash"):
         from flash_attn.flash_attn_interface import attend  # noqa: F401
+    with pytest.raises(ImportError, match=r"layers.*cuflash"):
+        from flash_attn import layers  # noqa: F401
+    for name in MODULES:
+        module = importlib.import_module(name)
+        assert not hasattr(module, "flash_attn_cuda")
+        with pytest.raises(AttributeError, match=f"'{name}' has no attribute 'attend': cuflash stands in"):
+            _ = module.attend
+
+
+def test_the_compiled_module_of_version_2_is_an_attribute() -> None:
+    flash_attn.activate()
+    from flash_attn.flash_attn_interface import flash_attn_gpu
+
+    assert flash_attn_gpu is v2_gpu
+    assert not hasattr(importlib.import_module("flash_attn"), "flash_attn_gpu")
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn.cute", "flash_attn_interface"])
+def test_modules_are_pickled_by_their_names(name: str) -> None:
+    flash_attn.activate()
+    module = importlib.import_module(name)
+    assert pickle.loads(pickle.dumps(module)) is module
+
+
+@pytest.mark.parametrize("module", ["xformers.ops", "diffusers.models.attention_dispatch"])
+@pytest.mark.parametrize("as_installed", [False, True])
+def test_other_libraries_import_afterwards(module: str, as_installed: bool) -> None:
+    pytest.importorskip(module.split(".")[0])
+    activate = f"from cuflash.frameworks import flash_attn; flash_attn.activate(as_installed={as_installed})"
+    assert run_python("-c", f"{activate}; import {module}; print('imported')").splitlines()[-1] == "imported"
+
+
+def test_kernels_of_version_4_that_pytorch_would_call_are_refused_before_it_compiles() -> None:
+    flex = pytest.importorskip("torch._inductor.kernel.flex.flex_flash_attention")
+    flash_attn.activate()
+    try:
+        flex.ensure_flash_available.cache_clear()
+        with pytest.raises(UnsupportedError, match=r'BACKEND="FLASH".*cuflash stands in.*torch.flex_attention.*TRITON'):
+            flex.ensure_flash_available()
+        flash_attn.restore()
+        assert not flex.ensure_flash_available()
+    finally:
+        flex.ensure_flash_available.cache_clear()
+    flash_attn.activate()
+    assert importlib.util.find_spec("flash_attn.cute") is not None
+    with pytest.raises(ImportError, match=r"_flash_attn_fwd.*cuflash"):
+        from flash_attn.cute.interface import _flash_attn_fwd  # noqa: F401
+
+
+@pytest.mark.gpu
+def test_flex_attention_on_kernels_of_version_4_gets_an_answer() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flash_attn.activate()
+    q, k, v = torch.randn(3, 1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(lambda *x: flex_attention(*x, kernel_options={"BACKEND": "FLASH"}))
+    with pytest.raises(Exception, match="cuflash stands in for it"):  # PyTorch wraps errors of its compiler
+        compiled(q, k, v)
 
 
 def test_a_second_call_does_nothing_and_restore_may_be_called_at_any_time() -> None:
@@ -120,7 +192,8 @@ def test_a_second_call_does_nothing_and_restore_may_be_called_at_any_time() -> N
 
 
 def test_an_installed_package_is_refused_unless_forced(package: Path) -> None:
-    with pytest.raises(UnsupportedError, match=f"flash_attn .{package}.* is installed; give force=True"):
+    words = f"flash_attn .{package}.* is installed; give force=True.*as_installed=True"
+    with pytest.raises(UnsupportedError, match=words):
         flash_attn.activate()
     assert not registered()
     flash_attn.activate(force=True)
@@ -165,6 +238,10 @@ def test_distributions_are_told_only_if_asked() -> None:
     assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn", "flash-attn-4"]
     assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]
     assert importlib.metadata.version("numpy")
+    flash_attn.restore()
+    flash_attn.activate()
+    flash_attn.activate(as_installed=True)  # a later call may add it
+    assert importlib.metadata.version("flash_attn") == "2.8.3"
     flash_attn.restore()
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash_attn")

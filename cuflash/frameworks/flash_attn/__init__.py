@@ -2,6 +2,7 @@
 
 from cuflash.frameworks import flash_attn
 flash_attn.activate()                                     # before the program's own imports
+flash_attn.activate(as_installed=True)                    # for transformers and diffusers
 
 from flash_attn import flash_attn_func                    # cuflash.frameworks.flash_attn_interface
 from flash_attn.bert_padding import unpad_input           # cuflash.frameworks.flash_attn.bert_padding
@@ -21,7 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ...errors import UnsupportedError
-from . import bert_padding, v2, v3, v4
+from . import bert_padding, v2, v2_gpu, v3, v4
 
 __all__ = ["activate", "restore"]
 
@@ -38,6 +39,10 @@ _MODULES: dict[str, tuple[ModuleType, str | None]] = {
     "flash_attn_interface": (v3, None),
 }
 _ROOTS = tuple(name for name in _MODULES if "." not in name)
+_STANDS_IN = "cuflash stands in for flash-attn here (cuflash.frameworks.flash_attn.activate), and does not have it"
+# What imports a module, and what PyTorch calls to find FlashAttention-4: where the code is, and its name.
+_IMPORTING = "importlib._bootstrap", "_find_and_load_unlocked"
+_SEEKING_KERNELS = "torch._inductor.kernel.flex.flex_flash_attention", "ensure_flash_available"
 # Distributions, their versions, and the modules that they bring.
 _DISTRIBUTIONS = {
     "flash-attn": ("2.8.3", "flash_attn"),
@@ -50,7 +55,7 @@ class _Before(NamedTuple):
     """What `restore` puts back: modules under our names, and the finder that it removes."""
 
     modules: dict[str, ModuleType]
-    finder: _Finder | None
+    finder: _Finder
 
 
 _before: _Before | None = None
@@ -61,23 +66,25 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
 
     The modules are `flash_attn` (`__version__` is 2.8.3), its `flash_attn_interface` and `bert_padding`,
     `flash_attn.cute` and `flash_attn.cute.interface`, and FlashAttention-3 as `flash_attn_interface` and
-    `flash_attn_3.flash_attn_interface`. They have the functions and signatures of the modules of this package; what
-    else the packages hold (`flash_attn.layers`, `flash_attn.ops`, `flash_attn_2_cuda`) is a ModuleNotFoundError, also
-    for code that looks for `flash_attn` and then imports such a module from it. Names that were imported before are
-    not changed.
+    `flash_attn_3.flash_attn_interface`. They have the functions and signatures of the modules of this package, and
+    `flash_attn_gpu` of flash-attn 2, which xformers calls. What else the packages hold (`flash_attn.layers`, `.ops`,
+    `.losses`, `.modules`, `flash_attn_2_cuda`) is a ModuleNotFoundError, also for code that looks for `flash_attn` and
+    then imports such a module from it. `BACKEND="FLASH"` of PyTorch's flex_attention, which calls kernels of
+    FlashAttention-4, is an UnsupportedError. Names that were imported before are not changed.
 
-    What asks for the modules (`import`, `importlib.util.find_spec`, `flash_attn.__version__`) finds them: Megatron,
-    ring-flash-attention, unsloth, nanochat. transformers and diffusers ask `importlib.metadata` for distributions that
-    are installed instead, and do not offer "flash_attention_2" and the like by the modules alone. For them
-    `as_installed=True` makes it answer that flash-attn 2.8.3, flash-attn-3 3.0.0 and flash-attn-4 4.0.0 are installed,
-    in this process and until `restore`; nothing of `importlib.metadata` is replaced. Call it before they are imported,
-    as they keep the answers. Not beside TransformerEngine, which then imports `flash_attn_2_cuda` and fails.
-    `cuflash.frameworks.transformers` needs none of it.
+    as_installed: for programs that look for an installed distribution, which are transformers and diffusers: they do
+    not offer "flash_attention_2" and the like by the modules alone. `as_installed=True` makes `importlib.metadata`
+    answer that flash-attn 2.8.3, flash-attn-3 3.0.0 and flash-attn-4 4.0.0 are installed, in this process and until
+    `restore`; nothing of `importlib.metadata` is replaced. Call it before they are imported, as they keep the answers.
+    Not beside TransformerEngine, which then imports `flash_attn_2_cuda` and fails. Programs that look for modules
+    (`import`, `importlib.util.find_spec`, `flash_attn.__version__`) find them without it: Megatron, xformers,
+    ring-flash-attention, unsloth, nanochat. `cuflash.frameworks.transformers` needs none of it.
 
     force: also where one of the packages is installed. Its modules that are not named above stay importable.
 
-    A second call does nothing. Raises UnsupportedError where a package is installed, unless `force=True`; nothing is
-    registered then. Limits and rules for NaN of the functions are those of `cuflash.forward` and `cuflash.backward`.
+    A second call does nothing, but `as_installed=True` counts then, too. Raises UnsupportedError where a package is
+    installed, unless `force=True`; nothing is registered then. Limits and rules for NaN of the functions are those of
+    `cuflash.forward` and `cuflash.backward`.
 
     >>> from cuflash.frameworks import flash_attn
     >>> flash_attn.activate()
@@ -88,6 +95,7 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
     """
     global _before
     if _before is not None:
+        _before.finder.as_installed |= as_installed
         return
     installed = {root: _installed(root) for root in _ROOTS}
     places = [
@@ -95,10 +103,11 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
     ]
     if places and not force:
         raise UnsupportedError(
-            f"{', '.join(places)} is installed; give force=True to put cuflash in its place in this process, or import "
-            "from cuflash.frameworks.flash_attn_interface"
+            f"{', '.join(places)} is installed; give force=True to put cuflash in its place in this process "
+            "(as_installed=True, too, where transformers or diffusers shall offer it), or import from "
+            "cuflash.frameworks.flash_attn_interface"
         )
-    finder = _Finder() if as_installed else None
+    finder = _Finder(as_installed)
     _before = _Before({name: module for name, module in sys.modules.items() if _is_ours(name)}, finder)
     modules = {name: _module_named(name, installed) for name in _MODULES}
     sys.modules.update(modules)
@@ -106,8 +115,7 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
         parent, _, child = name.rpartition(".")
         if parent in modules:
             setattr(modules[parent], child, sys.modules[name])
-    if finder is not None:
-        sys.meta_path.append(finder)
+    sys.meta_path.append(finder)
 
 
 def restore() -> None:
@@ -149,7 +157,7 @@ def _module_named(name: str, installed: dict[str, list[str] | None]) -> ModuleTy
     source, version = _MODULES[name]
     root, *inner = name.split(".")
     places = [str(Path(place, *inner)) for place in installed[root] or []]
-    module = ModuleType(name, f"{source.__name__} under the name of {name}.\n\n{source.__doc__}")
+    module = _StandIn(name, f"{source.__name__} under the name of {name}.\n\n{source.__doc__}")
     is_package = any(other.startswith(f"{name}.") for other in _MODULES)
     module.__spec__ = ModuleSpec(name, None, origin=source.__file__, is_package=is_package)
     module.__package__ = name if is_package else name.rpartition(".")[0]
@@ -163,7 +171,49 @@ def _module_named(name: str, installed: dict[str, list[str] | None]) -> ModuleTy
     for key, value in vars(source).items():
         if key in source.__all__ or key.startswith(private):
             setattr(module, key, value)
+    if name == "flash_attn.flash_attn_interface":
+        module.__dict__["flash_attn_gpu"] = v2_gpu
     return module
+
+
+class _StandIn(ModuleType):
+    """A module of flash-attn, whose errors name cuflash, too."""
+
+    def __init__(self, name: str, doc: str) -> None:
+        self._spec: ModuleSpec | None = None
+        super().__init__(name, doc)
+
+    def __getattr__(self, name: str) -> Any:
+        text = f"module {self.__name__!r} has no attribute {name!r}: {_STANDS_IN}"
+        raise AttributeError(text, name=name, obj=self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)  # as cloudpickle takes plain modules
+
+    @property
+    def __spec__(self) -> ModuleSpec | None:
+        """The spec; for PyTorch, which takes it for kernels of FlashAttention-4, an error before it compiles."""
+        if self.__name__ == "flash_attn.cute" and _is_called_by(_SEEKING_KERNELS, 3):
+            raise UnsupportedError(
+                'BACKEND="FLASH" of flex_attention calls kernels of FlashAttention-4, but cuflash stands in for it '
+                "here (cuflash.frameworks.flash_attn.activate), and does not have them; call "
+                'cuflash.frameworks.torch.flex_attention, or leave BACKEND="TRITON"'
+            )
+        return self._spec
+
+    @__spec__.setter
+    def __spec__(self, spec: ModuleSpec | None) -> None:
+        self._spec = spec
+
+
+def _is_called_by(code: tuple[str, str], depth: int) -> bool:
+    """True if the caller's frame so many calls up runs this code: the name of a module, and of a function in it."""
+    frame = sys._getframe(1)
+    for _ in range(depth - 1):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == code
 
 
 class _Installed(Distribution):
@@ -184,12 +234,19 @@ class _Installed(Distribution):
 
 
 class _Finder(DistributionFinder):
-    """What `importlib.metadata` asks beside the paths of installed packages."""
+    """Finder that comes after the paths of installed packages: errors for missing modules, and distributions."""
+
+    def __init__(self, as_installed: bool) -> None:
+        self.as_installed = as_installed
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        return None
+        # why not for importlib.util.find_spec: xformers and others look for modules by it, and None is the answer.
+        if _is_ours(fullname) and _is_called_by(_IMPORTING, 3):
+            raise ModuleNotFoundError(f"No module named {fullname!r}: {_STANDS_IN}", name=fullname)
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        if not self.as_installed:
+            return
         required = None if context is None else context.name
         for name in _DISTRIBUTIONS:
             if required is None or name == required.lower().replace("_", "-").replace(".", "-"):
