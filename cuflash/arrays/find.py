@@ -17,7 +17,7 @@ from .numpy import NUMPY
 from .torch import TorchLibrary
 
 _libraries: dict[type, Library] = {np.ndarray: NUMPY}
-_singletons: dict[str, Library] = {"numpy": NUMPY}
+_singletons: dict[Any, Library] = {"numpy": NUMPY}
 
 
 def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
@@ -66,8 +66,9 @@ def _find(name: str, array: Any) -> Library:
     if _is_instance(array, "jax", "Array"):
         return _singleton("jax", lambda: DlpackLibrary("jax", sys.modules["jax"].dlpack.from_dlpack))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        module = type(array).__module__
-        return _singleton(module, lambda: DlpackLibrary(module.split(".")[0], _from_dlpack(array)))
+        # why both: arrays of several kinds that come back as their own may be defined in one module.
+        module, from_dlpack = type(array).__module__, _from_dlpack(array)
+        return _singleton((module, from_dlpack), lambda: DlpackLibrary(module.split(".")[0], from_dlpack))
     raise ProblemError(
         f"{name} is a {type(array).__name__}; give a CuPy, PyTorch, JAX or NumPy array, or one that has __dlpack__"
     )
@@ -76,7 +77,11 @@ def _find(name: str, array: Any) -> Library:
 def _from_dlpack(array: Any) -> Any:
     """Returns the array API's function that makes arrays of this library; the identity if it does not follow it."""
     namespace = getattr(array, "__array_namespace__", None)
-    return (lambda result: result) if namespace is None else namespace().from_dlpack
+    return _unchanged if namespace is None else namespace().from_dlpack
+
+
+def _unchanged(result: Any) -> Any:
+    return result
 
 
 def _is_instance(array: Any, module: str, name: str) -> bool:
@@ -86,6 +91,6 @@ def _is_instance(array: Any, module: str, name: str) -> bool:
     return loaded is not None and isinstance(array, getattr(loaded, name, ()))
 
 
-def _singleton(name: str, make: Any) -> Library:
+def _singleton(key: Any, make: Any) -> Library:
     # why setdefault: two threads may both make one in their first calls, and all are to get the same.
-    return _singletons.get(name) or _singletons.setdefault(name, make())
+    return _singletons.get(key) or _singletons.setdefault(key, make())

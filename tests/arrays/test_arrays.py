@@ -141,6 +141,15 @@ def test_a_producer_whose_namespace_reads_dlpack_gets_its_own_arrays_back(xp: An
     assert {type(x) for x in (out, lse, *gradients)} == {Standard}
 
 
+def test_producers_of_one_module_get_their_own_arrays_back(xp: Any) -> None:
+    first, second = (type(name, (Producer,), {}) for name in ("First", "Second"))
+    for kind in (first, second):
+        kind.__array_namespace__ = lambda self: SimpleNamespace(from_dlpack=type(self))  # type: ignore[attr-defined]
+    arrays = [*map(xp.asarray, CASE.arrays())]
+    for kind in (first, second, Producer, first):
+        assert type(cuflash.forward(*map(kind, arrays))) is (type(arrays[0]) if kind is Producer else kind)
+
+
 def test_what_is_no_array_changes_nothing_for_arrays_that_follow() -> None:
     for kind in (np.ndarray, Producer, type("Later", (Producer,), {})):
         with pytest.raises(ProblemError, match=f"q is the class {kind.__name__}, and no array of it; give an array"):
