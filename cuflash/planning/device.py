@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,10 +23,15 @@ class Device:
     @Once
     def arch(self) -> str:
         """The name of its architecture, such as `sm_90`."""
-        return f"sm_{self.capability[0]}{self.capability[1]}"
+        return _arch(self.capability)
+
+
+def _arch(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
 
 
 KIB = 1024
+OLDEST = (8, 0)
 # Source: CUDA C++ Programming Guide, "Compute Capabilities" (shared memory per block and per SM); SM counts are those
 # of the largest common board of each architecture and only serve plans made without a GPU.
 DEVICES = {
@@ -33,12 +39,25 @@ DEVICES = {
     for device in (
         Device("A100", (8, 0), 108, 163 * KIB, 164 * KIB),
         Device("A10", (8, 6), 72, 99 * KIB, 100 * KIB),
+        Device("Jetson AGX Orin", (8, 7), 16, 163 * KIB, 164 * KIB),
         Device("L40", (8, 9), 142, 99 * KIB, 100 * KIB),
         Device("H100", (9, 0), 132, 227 * KIB, 228 * KIB),
         Device("B200", (10, 0), 148, 227 * KIB, 228 * KIB),
+        Device("B300", (10, 3), 148, 227 * KIB, 228 * KIB),
+        Device("Jetson AGX Thor", (11, 0), 20, 227 * KIB, 228 * KIB),
         Device("RTX PRO 6000", (12, 0), 188, 99 * KIB, 100 * KIB),
+        Device("DGX Spark", (12, 1), 48, 99 * KIB, 100 * KIB),
     )
 }
+# Architectures of Tegra (Orin and Thor), which run no code but that of these. CUDA 13 calls sm_101 of CUDA 12 sm_110.
+TEGRAS = {87: (87,), 101: (101, 110), 110: (110, 101)}
+
+
+def code_runs(code: int, arch: int) -> bool:
+    """Returns True if machine code for sm_`code` runs on a GPU of sm_`arch`."""
+    if code in TEGRAS or arch in TEGRAS:
+        return code in TEGRAS.get(arch, ())
+    return code // 10 == arch // 10 and code <= arch
 
 
 def named(arch: str) -> Device:
@@ -46,8 +65,10 @@ def named(arch: str) -> Device:
     try:
         return DEVICES[arch]
     except (KeyError, TypeError):
-        names = ", ".join(DEVICES)
-        raise ProblemError(f"device={arch!r} is not known; give a GPU such as cuda:0, or one of {names}") from None
+        names, match = ", ".join(DEVICES), isinstance(arch, str) and re.fullmatch(r"sm_(\d+)(\d)", arch)
+        is_old = match and (int(match[1]), int(match[2])) < OLDEST
+        reason = f"is too old: the kernels need {_arch(OLDEST)} or newer" if is_old else "is not known"
+        raise ProblemError(f"device={arch!r} {reason}; give a GPU such as cuda:0, or one of {names}") from None
 
 
 def of_name(name: str) -> Device:
@@ -75,9 +96,9 @@ def query(ordinal: int) -> Device:
         smem_per_block=facts["sharedMemPerBlockOptin"],
         smem_per_sm=facts["sharedMemPerMultiprocessor"],
     )
-    if device.capability < (8, 0):
+    if device.capability < OLDEST:
         raise UnsupportedError(
-            f"GPU {ordinal} ({device.name}) is {device.arch}; the kernels need sm_80 or newer. "
+            f"GPU {ordinal} ({device.name}) is {device.arch}; the kernels need {_arch(OLDEST)} or newer. "
             "Pass NumPy arrays to run on the CPU."
         )
     return device

@@ -14,6 +14,7 @@ from ..arrays.library import cupy_module
 from ..errors import INSTALL_HINT, CompileError, UnsupportedError
 from ..locks import Lock, uninterrupted
 from ..log import logger
+from ..planning.device import code_runs
 from ..planning.variant import Variant
 from .disk_cache import compiling, find, find_in_cache, keep
 from .driver import current_device, on_device
@@ -209,7 +210,7 @@ _modules: list[Any] = []
 
 @cache
 def _supported_arch(arch: str) -> str:
-    """Returns `arch`, or if NVRTC does not know it the newest older one of its major version, whose code runs on it."""
+    """Returns `arch`, or if NVRTC does not know it the newest one that it knows and whose code runs there."""
     nvrtc_version()
     from cupy.cuda import nvrtc
 
@@ -217,13 +218,13 @@ def _supported_arch(arch: str) -> str:
     number, suffix = int(arch[3:].rstrip("a")), "a" if arch.endswith("a") else ""
     if number in numbers or suffix:
         return arch
-    older = [n for n in numbers if n // 10 == number // 10 and n < number]
-    if not older:
+    running = [code for code in numbers if code_runs(code, number)]
+    if not running:
         raise UnsupportedError(
             f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for {arch}; "
             f"install a newer one: {INSTALL_HINT}"
         )
-    return f"sm_{max(older)}"
+    return f"sm_{max(running)}"
 
 
 def _file_name(variant: Variant) -> str:

@@ -33,9 +33,21 @@ def test_the_devices_of_the_contract_can_be_named() -> None:
     assert tuple(DEVICES) == ARCHS == tuple(devices.named(arch).arch for arch in ARCHS)
 
 
+def test_a_gpu_runs_code_of_its_generation_that_is_not_newer_and_a_tegra_its_own_alone() -> None:
+    codes = (80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
+    runs = {arch: [code for code in codes if devices.code_runs(code, arch)] for arch in (*codes, 129, 130)}
+    assert runs == {
+        80: [80], 86: [80, 86], 87: [87], 88: [80, 86, 88], 89: [80, 86, 88, 89], 90: [90],
+        100: [100], 101: [101, 110], 103: [100, 103], 110: [101, 110], 120: [120], 121: [120, 121], 129: [120, 121],
+        130: [],
+    }  # fmt: skip
+
+
 def test_variants_with_different_constants_never_share_a_name() -> None:
     by_name: dict[str, dict[str, Any]] = {}
-    for variant in itertools.chain.from_iterable(map(variants, ARCHS)):
+    # why by memory: kernels for any GPU depend on nothing else of it.
+    by_memory = {device.smem_per_block: arch for arch, device in DEVICES.items()}
+    for variant in itertools.chain.from_iterable(map(variants, ("sm_90", *by_memory.values()))):
         constants = {"source": variant.source, **variant.constants}
         assert by_name.setdefault(variant.name, constants) == constants, variant.name
         assert constants["KERNEL"] == variant.name
@@ -146,8 +158,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "list": ({"q": [[2, 300], 4, 64]}, "q has shape .*; give lengths that are integers of 0 and more"),
     "negative_length": ({"q": (2, -300, 4, 64)}, "q .*-300"),
     "float_length": ({"q": (2, 300.0, 4, 64)}, r"q .*300\.0"),
-    **{f"device_{name}": ({"device": name}, rf"device='{name}'.*sm_80, .*sm_120") for name in ("sm_75", "cuda:x", "")},
-    "device_number": ({"device": 0}, "device=0 .*sm_80, .*sm_120"),
+    **{
+        f"device_{name}": ({"device": name}, rf"device='{name}' is not known; .*cuda:0, or one of sm_80, .*sm_121")
+        for name in ("sm_", "sm_130", "sm_90a", "cuda:x", "")
+    },
+    **{
+        f"device_{name}": ({"device": name}, rf"device='{name}' is too old: .*need sm_80 or newer; .*sm_80, .*sm_121")
+        for name in ("sm_20", "sm_75")
+    },
+    "device_number": ({"device": 0}, "device=0 is not known; .*sm_80, .*sm_121"),
     "fixed_forward": ({"deterministic": True}, r"deterministic=True, op='forward'.*only for backward"),
     "fixed_lse": ({"op": "lse", "v": None, "deterministic": True}, r"deterministic=True, op='lse'.*only for backward"),
     "fixed_text": ({"op": "backward", "deterministic": "no"}, r"deterministic='no'.*True or False"),
@@ -186,7 +205,7 @@ def test_what_no_kernel_does_is_unsupported_with_a_way_out(dtype: str) -> None:
             with pytest.raises(UnsupportedError, match=words):
                 make_plan(make_problem(*dims, op=op, dtype=dtype), DEVICES[arch])
     for arch, device in DEVICES.items():  # head dims up to 512 have a tile where there is room
-        if dtype != "float32" or arch not in ("sm_86", "sm_89", "sm_120"):
+        if dtype != "float32" or arch not in ("sm_86", "sm_89", "sm_120", "sm_121"):
             assert make_plan(make_problem(512, 512, dtype=dtype), device).kernel.startswith("forward_sm80")
             continue
         with pytest.raises(UnsupportedError, match=rf"\(512, 512\) in float32.*{arch}.*'standard'"):

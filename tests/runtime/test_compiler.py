@@ -316,28 +316,48 @@ def test_a_refused_kernel_is_told_in_full_and_leaves_nothing(sources: Path, cach
     assert_sound(cached_file(MERGE))
 
 
+# Architectures that versions of NVRTC know, all but the oldest.
+NVRTC_ARCHS = {
+    (12, 8): (80, 86, 87, 89, 90, 100, 101, 120),
+    (12, 9): (80, 86, 87, 89, 90, 100, 101, 103, 120, 121),
+    (13, 0): (80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121),
+}
+
+
 @pytest.fixture
-def knows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An NVRTC of few architectures."""
-    monkeypatch.setattr("cupy.cuda.nvrtc.getSupportedArchs", lambda: (75, 80, 86, 90, 100, 103, 120))
-    compiler._supported_arch.cache_clear()
-    yield
+def knows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes NVRTC one of these architectures."""
+
+    def replace_archs(*numbers: int) -> None:
+        monkeypatch.setattr("cupy.cuda.nvrtc.getSupportedArchs", lambda: (75, *numbers))
+        compiler._supported_arch.cache_clear()
+
+    yield replace_archs
     compiler._supported_arch.cache_clear()
 
 
-@pytest.mark.usefixtures("knows")
 @pytest.mark.parametrize(
-    ("arch", "compiled_for"),
-    [("sm_80", "sm_80"), ("sm_89", "sm_86"), ("sm_87", "sm_86"), ("sm_90a", "sm_90a"), ("sm_109", "sm_103"),
-     ("sm_121", "sm_120")],
+    ("version", "archs"),
+    [
+        ((12, 8), {"sm_80": "sm_80", "sm_87": "sm_87", "sm_88": "sm_86", "sm_101": "sm_101", "sm_103": "sm_100",
+                   "sm_109": "sm_100", "sm_110": "sm_101", "sm_121": "sm_120", "sm_90a": "sm_90a"}),
+        ((12, 9), {"sm_88": "sm_86", "sm_103": "sm_103", "sm_109": "sm_103", "sm_110": "sm_101", "sm_121": "sm_121"}),
+        ((13, 0), {"sm_88": "sm_88", "sm_101": "sm_110", "sm_109": "sm_103", "sm_110": "sm_110", "sm_129": "sm_121"}),
+    ],
 )  # fmt: skip
-def test_an_unknown_architecture_gets_the_newest_older_one_of_its_generation(arch: str, compiled_for: str) -> None:
-    assert f"-arch={compiled_for}" in compiler.options(replace(MERGE, arch=arch))
+def test_an_unknown_architecture_gets_the_newest_whose_code_runs_there(
+    knows: Callable[..., None], version: tuple[int, int], archs: dict[str, str]
+) -> None:
+    knows(*NVRTC_ARCHS[version])
+    for arch, compiled_for in archs.items():
+        assert f"-arch={compiled_for}" in compiler.options(replace(MERGE, arch=arch))
 
 
-@pytest.mark.usefixtures("knows")
-@pytest.mark.parametrize("arch", ["sm_110", "sm_130"])
-def test_an_unknown_generation_is_unsupported_with_the_way_out(arch: str) -> None:
+@pytest.mark.parametrize("arch", ["sm_110", "sm_130", "sm_87"])
+def test_an_architecture_that_runs_no_known_code_is_unsupported_with_the_way_out(
+    knows: Callable[..., None], arch: str
+) -> None:
+    knows(80, 86, 90, 100, 103, 120)
     with pytest.raises(
         UnsupportedError, match=rf"NVRTC {NVRTC[0]}\.{NVRTC[1]} cannot compile for {arch}; .*pip install"
     ):

@@ -19,7 +19,7 @@ from cuflash.problem.problem import Problem
 from cuflash.runtime.call import CALL_CACHE
 
 DTYPES = ("float16", "bfloat16", "float32")
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 
 
 def problem(head_dim: int = 64, head_dim_v: int = 64, op: str = "forward", **more: Any) -> Problem:

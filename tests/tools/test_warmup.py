@@ -273,6 +273,17 @@ def test_by_default_each_kind_of_gpu_here_is_served(
     assert "3 kernels for sm_80: 3 were there" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arch", DEVICES)
+def test_every_named_device_gets_code_that_runs_there(
+    arch: str, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--ops", "merge", "--dtypes", "float16", "--head-dims", "64", "--device", arch) == 0
+    assert capsys.readouterr().out.startswith(f"1 kernel for {arch}: 1 compiled")
+    (path,) = cache_dir.glob("*.cubin")
+    code = path.name.split(".")[-3].removeprefix("sm_")
+    assert devices.code_runs(int(code), int(arch.removeprefix("sm_")))
+
+
 @pytest.mark.parametrize("num_gpus", [0, 1])
 def test_without_a_gpu_a_device_has_to_be_named(
     num_gpus: int, monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
@@ -354,7 +365,8 @@ BAD = {
     "jobs": (("--jobs", "0"), "--jobs: '0': give a whole number above 0"),
     "jobs_text": (("--jobs", "all"), "--jobs: 'all': give a whole number above 0"),
     "masks": (("--masks", "causal"), "--masks"),
-    "device": (("--device", "sm_75"), "device='sm_75' is not known; give a GPU such as cuda:0, or one of sm_80, "),
+    "old": (("--device", "sm_75"), "device='sm_75' is too old: the kernels need sm_80 or newer; give a GPU such as "),
+    "device": (("--device", "sm_99"), "device='sm_99' is not known; give a GPU such as cuda:0, or one of sm_80, "),
     "cpu": (("--device", "cpu"), "device='cpu' is not known; give a GPU such as cuda:0, or one of sm_80, "),
 }
 
