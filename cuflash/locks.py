@@ -23,7 +23,9 @@ class _ThreadState(threading.local):
 
 
 PAUSE = 1e-3  # seconds between two looks of a thread that waits
-MOST_SECONDS = 60.0  # that a fork waits: longer than a kernel compiles, as a rule
+# The most seconds that a section may last and that a fork waits. A thread that waits for another process in a section
+# derives its limit from this one: runtime/disk_cache.py.
+MOST_SECONDS = 600.0
 
 _thread = _ThreadState()
 _gate = threading.RLock()  # why reentrant: a signal may call what enters a section, or forks, while this thread has it

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import textwrap
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from workers import run_python
+
+from cuflash import locks
+from cuflash.runtime import disk_cache, file_lock
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork of POSIX")
 
@@ -167,3 +173,46 @@ def test_a_child_made_while_a_thread_compiles_compiles_too(tmp_path: Path) -> No
         """,
         CUFLASH_CACHE_DIR=str(tmp_path),
     )
+
+
+def test_a_fork_waits_for_a_thread_that_waits_for_another_process_and_then_compiles(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that the thread alone moves on: by all of its limits, one after the other."""
+    cache_dir.mkdir(mode=0o700)
+    now, looks, inside, ended, forked = [0.0], [0], threading.Event(), threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def look(seconds: float) -> None:
+        looks[0] += 1
+        time.sleep(seconds)
+
+    def compile_kernel() -> None:
+        with locks.uninterrupted:
+            inside.set()
+            with disk_cache.compiling("kernel.cubin"):
+                assert now[0] >= disk_cache.WAIT_SECONDS
+                sleep(0.99 * disk_cache.WAIT_SECONDS)  # as long as the slowest kernel takes
+                enough = looks[0] + 2  # why: the fork looks at the clock once more before the section ends
+                while looks[0] < enough and not forked.is_set():
+                    time.sleep(locks.PAUSE)
+            ended.set()
+
+    def clock() -> float:
+        return now[0]
+
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=clock, sleep=look))
+    monkeypatch.setattr(file_lock, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    thread = threading.Thread(target=compile_kernel, daemon=True)
+    with file_lock.alone(cache_dir / "kernel.cubin.lock.tmp", 1):  # as another process has it
+        thread.start()
+        inside.wait()
+        locks._before_fork()
+        has_ended = ended.is_set()
+        locks._after_fork_in_parent()
+        forked.set()
+        thread.join()
+    assert has_ended
+    assert now[0] < disk_cache.STALE_SECONDS  # nor does another process remove the lock meanwhile

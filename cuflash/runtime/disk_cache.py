@@ -26,14 +26,19 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from ..errors import UnsupportedError
+from ..locks import MOST_SECONDS
 from .file_lock import alone
 
 CUBINS = "*.cubin"
 DIGEST_BYTES = 32
 MOST_BYTES = 2**26  # of a file that is read, as it goes into memory whole: the largest kernels take half a megabyte
-# Temporary files that are older are of processes that were killed. why so long: clocks of machines differ.
-STALE_SECONDS = 24 * 3600.0
-WAIT_SECONDS = 300.0  # for another process that compiles the same kernel: longer than any takes
+PROBE_BYTES = 2**19  # that are written to see whether there is room: as many as the largest kernels take
+# For another process that compiles the same kernel: longer than any takes. why half: a thread that waited in vain then
+# compiles it in the same section.
+WAIT_SECONDS = MOST_SECONDS / 2
+# Temporary files that are older are of processes that were killed. why so long: clocks of machines differ. why more
+# than a section: the lock of a kernel that is being compiled is such a file.
+STALE_SECONDS = MOST_SECONDS + 24 * 3600.0
 ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _WAY_OUT = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"
@@ -71,16 +76,25 @@ def contents() -> tuple[Path, list[int]]:
 
 
 def check_writable() -> None:
-    """Raises UnsupportedError if no kernel can be added to the folder, or it cannot be made. It is not made here."""
+    """Raises UnsupportedError if no kernel can be added to the folder, or it cannot be made.
+
+    A folder that is not there is made for that, and removed.
+    """
     folder = _trusted_dir()
     if os.path.lexists(folder):
         _probe(folder)
         return
-    parent = next((each for each in folder.parents if each.exists()), None)
-    # why only asked for: a file that is left there, as by a process that is killed, is never removed.
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    parent = next((each for each in folder.parents if os.path.lexists(each)), None)
     if parent is None or not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         reason = f"{parent} cannot be written" if parent else "no folder above it is there"
         raise _unusable(folder, OSError(errno.EACCES, reason), "made")
+    try:
+        writable_dir()  # why tried too: by rights root may write anywhere, even in /proc, and a disk may be full
+    finally:
+        for each in missing:
+            with suppress(OSError):  # why: another process may have begun to use it
+                each.rmdir()
 
 
 def find_in_cache(name: str) -> bytes | None:
@@ -179,13 +193,15 @@ def _write_to_cache(name: str, content: bytes) -> None:
 
 
 def _probe(folder: Path) -> None:
-    """Raises UnsupportedError if nothing can be written to the folder."""
+    """Raises UnsupportedError if no kernel can be written to the folder."""
     probe = folder / f"probe.cubin.{secrets.token_hex(8)}.tmp"  # why so called: if left behind, it is removed as others
     try:
-        probe.touch()
-        probe.unlink()
+        probe.write_bytes(bytes(PROBE_BYTES))
     except OSError as error:
         raise _unusable(folder, error, "written") from error
+    finally:
+        with suppress(OSError):
+            probe.unlink()
 
 
 def _digest(path: Path, content: bytes) -> bytes:

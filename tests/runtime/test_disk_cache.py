@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from workers import ROOT, run_python
@@ -270,11 +271,62 @@ def test_what_is_told_of_the_cache_writes_nowhere_else(
     (tmp_path / "there").mkdir()
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / name))
     written: list[Path] = []
-    touch = Path.touch
-    monkeypatch.setattr(Path, "touch", lambda path: written.append(path.parent) or touch(path))
+    write = Path.write_bytes
+    monkeypatch.setattr(Path, "write_bytes", lambda path, data: written.append(path.parent) or write(path, data))
     assert cache_line() == f"cache     {tmp_path / name}: 0 kernels, 0 B"
-    assert written == [tmp_path / "there"] * (name == "there")
+    assert written == [tmp_path / name]
     assert [*tmp_path.rglob("*")] == [tmp_path / "there"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' /proc")
+def test_a_folder_that_root_has_the_right_but_not_the_means_to_make_is_no_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", "/proc/cuflash/cache")
+    assert re.match(
+        "cache     none: the kernel cache /proc/cuflash/cache cannot be .*; set CUFLASH_CACHE_", cache_line()
+    )
+    assert is_kept_elsewhere("/proc/cuflash/cache cannot be used")
+
+
+@posix
+@pytest.mark.parametrize("name", ["there", "not/yet"])
+def test_a_folder_without_room_for_a_kernel_is_no_cache(name: str, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    code = f"{limit}; from cuflash.tools import info; print(info.cache())"
+    printed = run_python("-c", code, CUFLASH_CACHE_DIR=str(tmp_path / name))
+    assert printed.startswith(
+        f"none: the kernel cache {tmp_path / name} cannot be written (File too large); set CUFLASH"
+    )
+    assert [*tmp_path.rglob("*")] == [tmp_path / "there"]  # nothing is left behind
+
+
+def test_a_link_above_it_that_leads_nowhere_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "link" / "cache"))
+    message = (
+        f"none: the kernel cache {tmp_path / 'link' / 'cache'} cannot be made ({tmp_path / 'link'} cannot be written)"
+    )
+    assert cache_line().startswith(f"cache     {message}")
+    assert is_kept_elsewhere("link/cache cannot be used")
+
+
+@posix
+def test_a_folder_that_the_file_system_makes_writable_for_all_is_no_cache(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Path.mkdir
+
+    def mkdir(path: Path, *arguments: Any, **keywords: Any) -> None:
+        make(path, *arguments, **keywords)
+        path.chmod(0o777)  # as on a disk without rights, whose files have one mode
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert cache_line().startswith(
+        f"cache     none: the kernel cache {cache_dir} is not trusted: others than its owner"
+    )
+    assert not cache_dir.exists()
 
 
 def test_a_link_that_leads_nowhere_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
