@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .device import DEVICES
 from .tile import FLOAT_BYTES, ROW_PADDING, macros, rounded_up
 
 PANEL_BYTES = 128  # a row of a panel in shared memory
@@ -19,7 +20,8 @@ GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 WARP_ROWS = 16  # queries of a warp
 FEW_SEQUENCES = 32  # one in each lane of a warp
-SMEM_PER_BLOCK, SMEM_PER_SM = 227 * 1024, 228 * 1024  # what a block may have; all of its blocks have, each 1 KiB more
+# What a block may have; all of its blocks have, each 1 KiB more.
+SMEM_PER_BLOCK, SMEM_PER_SM = DEVICES["sm_90"].smem_per_block, DEVICES["sm_90"].smem_per_sm
 GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ..errors import ProblemError
+from ..mods.graph.graph import MAX_INDEX
 from .array_spec import ArraySpec, repeats_memory
 from .dtypes import check_dtype
 
 # The sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels, and so must the position of a
 # new key: a used length and the number of a new row.
-MAX_SEQLEN = 2**30 - 4096
+MAX_SEQLEN = MAX_INDEX + 1 - 4096
 
 
 def check_operand(

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..mods.graph.graph import Graph
+from ..problem.mod_arrays import MASK_TILE
 from .evaluate import evaluate
 
-MASK_TILE = 64
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _ROWS = 8 * MASK_TILE  # queries that are looked at together: with 10^5 keys they take 50 MB
 

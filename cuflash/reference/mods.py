@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from ..mods.graph.derivative import differentiate
 from ..mods.graph.graph import Node
 from ..mods.graph.operations import Type
+from ..problem.mod_arrays import MASK_TILE
 from ..problem.mod_spec import LEAST_SCORE, SCORE, ModSpec
 from ..problem.problem import Problem
 from . import dropout
-from .block_mask import EMPTY, MASK_TILE
+from .block_mask import EMPTY
 from .evaluate import evaluate, place_of
 
 Array = NDArray[Any]

@@ -9,8 +9,9 @@ import pytest
 
 from cuflash.mods import masks
 from cuflash.mods.tracing.trace import trace
+from cuflash.problem.mod_arrays import MASK_TILE
 from cuflash.reference import block_mask
-from cuflash.reference.block_mask import EMPTY, FULL, MASK_TILE, PARTIAL, mask_tiles_of
+from cuflash.reference.block_mask import EMPTY, FULL, PARTIAL, mask_tiles_of
 from cuflash.reference.evaluate import evaluate
 
 OFFSETS = np.array([0, 60, 64, 200, 333], np.int32)

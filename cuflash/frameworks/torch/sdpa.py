@@ -39,6 +39,7 @@ from ...log import logger
 from ...mods.scores import alibi
 from ...ops.backward import backward
 from ...ops.forward import forward
+from ...planning.tiles_sm80 import BACKWARD
 from ...problem.dropout import share_kept
 from .sdpa_masks import drawn, masked, masked_backward
 from .varlen import paged_or_packed
@@ -50,7 +51,7 @@ _FORWARD, _BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_produc
 _PACKED, _PACKED_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 _MASKED = "_scaled_dot_product_efficient_attention"
 _MASKED_BACKWARD = f"{_MASKED}_backward"
-_MOST_HEAD_DIM = 256  # of which there are gradients
+_MOST_HEAD_DIM = max(tile.head_dim for tiles in BACKWARD.values() for tile in tiles)  # of which there are gradients
 _IN_PLACE, _QUANTIZED = "_flash_attention_forward_no_dropout_inplace", "_flash_attention_forward.quantized"
 
 

@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..graph.affine import LinearForm, from_linear, linear
-from ..graph.graph import Node, post_order, variable
+from ..graph.graph import MAX_INDEX, Node, post_order, variable
 from ..graph.operations import BITS, COMPARISONS, Type
 from ..graph.simplify import build, cast, constant
 
 # An open end: all keys lie between -OPEN and OPEN.
-OPEN = 2**30
+OPEN = MAX_INDEX + 1
 # An end may be the least or the greatest of so many parts; with more, the interval is wider. why: each is compared
 # with each, so that a mask written out for a hundred documents took half a minute.
 MOST_PARTS = 16
