@@ -8,14 +8,13 @@ import sys
 from types import ModuleType
 from typing import NamedTuple
 
-from . import __version__
+from . import __version__, interrupt
 from .errors import ProblemError, UnsupportedError
 from .tools import info, warmup
 from .tools import selftest as selftest
 from .tools.bench import accuracy
 from .tools.bench import run as bench
 
-INTERRUPTED = 130  # as a shell counts a program that Ctrl-C has ended
 GUIDE = """\
 cuflash {version}: FlashAttention for every array library.
 
@@ -49,6 +48,15 @@ def main(arguments: list[str] | None = None) -> int:
     It is 1 if the benchmark or the self-test found a wrong output, an error is too large, a kernel did not compile, or
     this machine cannot run the command; 130 if Ctrl-C ended it.
     """
+    try:
+        interrupt.raises_error()
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print(interrupt.STOPPED, file=sys.stderr)
+        return interrupt.INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="cuflash", description="FlashAttention for every array library.")
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -56,7 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=command.help, description=command.module.__doc__)
         command.module.add_options(parsers[name])
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     options.typed = shlex.join(["cuflash", *arguments])
     if options.command is None:
@@ -70,9 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
     except UnsupportedError as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("cuflash: stopped", file=sys.stderr)
-        return INTERRUPTED
     return code
 
 

@@ -7,15 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
 from workers import ROOT
 
-from cuflash import __version__, units
+from cuflash import __version__, interrupt, units
 from cuflash.__main__ import COMMANDS, main
 from cuflash.tools import arguments, info
 
@@ -42,23 +42,94 @@ def test_the_script_is_the_module() -> None:
     assert script.load() is main
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX's SIGINT")
-@pytest.mark.parametrize(
-    "command", [["selftest", "--minutes", "5"], ["bench", "paper"], ["warmup", "--device", "sm_80"]]
-)
-def test_ctrl_c_ends_it_without_a_traceback(command: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
-    monkeypatch.chdir(ROOT)
-    asked: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+def interrupted(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """How Python ends with these arguments when Ctrl-C comes after its first line "ready"."""
+    folders = filter(None, (variables.pop("first", None), str(ROOT), os.environ.get("PYTHONPATH")))
+    asked: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    asked["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
     asked["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # why: a shell's background ignores it
-    with subprocess.Popen([sys.executable, "-m", "cuflash", *command], **asked) as process:
-        time.sleep(3.0)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert "Traceback" not in errors, errors
-    if command[0] != "warmup" or process.returncode:  # it may have ended before
-        assert process.returncode == 130, errors
-        assert errors.rstrip().endswith("cuflash: stopped")
+    with subprocess.Popen([sys.executable, *command], **asked) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line == "ready\n":
+                process.send_signal(signal.SIGINT)
+                break
+        output, errors = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+of_posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX's SIGINT")
+# In place of a module: it takes until it is interrupted, and passes over a KeyboardInterrupt as some packages do.
+IMPORTED = """
+import time
+print("ready", flush=True)
+try:
+    time.sleep(3600)
+except BaseException:
+    pass
+"""
+# In place of a part of a command: it takes until the command has been interrupted.
+WORKING = """
+import concurrent.futures, sys, threading
+from cuflash.__main__ import main
+from cuflash.runtime import compiler
+from cuflash.tools import selftest
+from cuflash.tools.bench import run as bench
+
+interrupted, shutdown = threading.Event(), concurrent.futures.ThreadPoolExecutor.shutdown
+
+def work(*arguments, **keywords):
+    print("ready", flush=True)
+    interrupted.wait()
+
+def shutdown_now(*arguments, **keywords):
+    interrupted.set()
+    shutdown(*arguments, **keywords)
+
+concurrent.futures.ThreadPoolExecutor.shutdown = shutdown_now
+compiler.nvrtc_version, compiler.is_cached, compiler.cubin = lambda: (13, 0), lambda variant: False, work
+selftest.Cpu.run = selftest.Gpus.run = bench.run_case = work
+sys.exit(main())
+"""
+
+
+@of_posix
+@pytest.mark.parametrize("module", ["numpy", "argparse"])  # the first of the package and of the command
+@pytest.mark.parametrize("is_script", [False, True], ids=["module", "script"])
+def test_ctrl_c_ends_its_imports_without_a_traceback(module: str, is_script: bool, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text(IMPORTED, "utf-8")
+    script = tmp_path / "cuflash"
+    script.write_text("import sys\nfrom cuflash.__main__ import main\nsys.exit(main())\n", "utf-8")
+    done = interrupted(*([str(script)] if is_script else ["-m", "cuflash"]), "info", first=str(tmp_path))
+    assert (done.returncode, done.stderr) == (130, "cuflash: stopped\n")
+
+
+@of_posix
+@pytest.mark.parametrize("command", ["selftest --minutes 60", "bench paper", "warmup --device sm_80 --jobs 2"])
+def test_ctrl_c_ends_its_work_without_a_traceback(command: str, tmp_path: Path) -> None:
+    done = interrupted("-c", WORKING, *command.split(), CUFLASH_CACHE_DIR=str(tmp_path))
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.rstrip().endswith("cuflash: stopped")
+
+
+@of_posix
+def test_ctrl_c_is_left_alone_in_other_programs(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text(IMPORTED.replace("except BaseException:", "finally:"), "utf-8")
+    done = interrupted("-c", "import cuflash", first=str(tmp_path))
+    assert "KeyboardInterrupt" in done.stderr
+
+
+@pytest.mark.parametrize(("command_line", "arguments", "expected"), [
+    ("python -m cuflash", "-m", True), ("python -W error -mcuflash info", "-m info", True),
+    ("python -m cuflash.__main__ info", "-m info", True), ("python -m cuflash.tools.info", "-m", False),
+    ("python -m pytest -m cuflash", "-m -m cuflash", False), ("python -m pytest cuflash", "-m cuflash", False),
+    ("python /a/bin/cuflash warmup --jobs 2", "/a/bin/cuflash warmup --jobs 2", True),
+    ("python /a/bin/cuflash.py", "/a/bin/cuflash.py", False), ("python -c cuflash", "-c", False),
+    ("python /a/bin/pytest cuflash", "/a/bin/pytest cuflash", False), ("python", "", False),
+])  # fmt: skip
+def test_the_process_of_a_command_is_told_from_others(command_line: str, arguments: str, expected: bool) -> None:
+    assert interrupt.is_command(command_line.split(), arguments.split()) is expected
 
 
 @pytest.mark.parametrize(("size", "message"), [
