@@ -17,9 +17,9 @@ from cuflash.reference import flash1, flash2, flashd
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case
 
-GIB = 2**30
-LONG = Case("long", 1, 16384, 16384, 2, 2, 64, 64, "float32", causal=True)
-LONG_HEAD = Case("long_head", 1, 16384, 16384, 1, 1, 64, 64, "float16", causal=True)
+LONG = Case("long", 1, 4096, 4096, 2, 2, 64, 64, "float32", causal=True)
+LONG_HEAD = replace(LONG, name="long_head", heads_q=1, heads_kv=1, dtype="float16")
+LIMIT = 4 * 4096**2 // 8  # bytes over the outputs: an eighth of what the scores of one head would take
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,10 @@ def test_numpy_memory_is_traced() -> None:
 def test_long_sequences_take_little_memory() -> None:
     q, k, v = LONG.arrays()
     problem = LONG.problem()
-    assert problem.heads_q * problem.seqlen_q * problem.seqlen_k * 4 == 2 * GIB  # what S alone would take
     over_forward, (out, lse) = peak_over_outputs(lambda: reference.forward(problem, q, k, v))
     over_backward, (dq, _, _) = peak_over_outputs(lambda: reference.backward(problem, out, q, k, v, out, lse))
-    assert over_forward < GIB // 32, f"{over_forward / 2**20:.1f} MiB"
-    assert over_backward < GIB // 32, f"{over_backward / 2**20:.1f} MiB"
+    assert over_forward < LIMIT, f"{over_forward / 2**20:.1f} MiB"
+    assert over_backward < LIMIT, f"{over_backward / 2**20:.1f} MiB"
     assert (out[0, 0] == v[0, 0]).all()  # the first query sees the first key alone
     # dq there is a product with dout · v - delta, two sums of 64 products that are equal but for their rounding.
     oracle.assert_units("dq", dq[0, 0], 0.0, 4, unit=float(np.square(v[0, 0]).sum()))
@@ -62,8 +61,8 @@ def test_long_sequences_take_little_memory() -> None:
 def test_every_tiled_algorithm_takes_little_memory(algorithm: str) -> None:
     q, k, v = LONG_HEAD.arrays()  # heads are walked one after the other, so one shows the peak of many
     problem = LONG_HEAD.problem(algorithm=algorithm)
-    assert peak_over_outputs(lambda: reference.forward(problem, q, k, v))[0] < GIB // 32
-    assert peak_over_outputs(lambda: reference.lse(problem, q, k))[0] < GIB // 32
+    assert peak_over_outputs(lambda: reference.forward(problem, q, k, v))[0] < LIMIT
+    assert peak_over_outputs(lambda: reference.lse(problem, q, k))[0] < LIMIT
 
 
 def test_causal_visits_half() -> None:
