@@ -181,7 +181,7 @@ def is_caught(fault: Fault, tree: Path) -> bool:
     tests = [str(tree / "tests" / name) for name in fault.tests.split()]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     command += ["-k", fault.only] * bool(fault.only) + ["-m", "gpu"] * fault.is_of_kernel
-    environment = os.environ | {"PYTHONPATH": str(tree), "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tree), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     path.write_text(text.replace(fault.right, fault.wrong), "utf-8")
     try:
         done = subprocess.run(
