@@ -8,8 +8,9 @@ import sys
 from types import ModuleType
 from typing import NamedTuple
 
-from . import __version__, interrupt
+from . import __version__
 from .errors import ProblemError, UnsupportedError
+from .interrupt import INTERRUPTED, STOPPED, raises_error
 from .tools import info, warmup
 from .tools import selftest as selftest
 from .tools.bench import accuracy
@@ -49,11 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     this machine cannot run the command; 130 if Ctrl-C ended it.
     """
     try:
-        interrupt.raises_error()
+        raises_error()
         return _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
-        print(interrupt.STOPPED, file=sys.stderr)
-        return interrupt.INTERRUPTED
+        print(STOPPED, file=sys.stderr)
+        return INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:

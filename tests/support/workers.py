@@ -43,7 +43,7 @@ def run_threads(work: Callable[[int], None], count: int) -> None:
 
     def guarded(index: int) -> None:
         try:
-            start.wait(timeout=30)
+            start.wait(timeout=600)
             work(index)
         except BaseException as error:
             errors.append(error)
@@ -52,7 +52,7 @@ def run_threads(work: Callable[[int], None], count: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=300)
+        thread.join(timeout=600)
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]
