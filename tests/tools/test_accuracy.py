@@ -16,7 +16,7 @@ from cuflash.__main__ import main
 from cuflash.testing import oracle
 from cuflash.testing.arrays import NumpyArrays
 from cuflash.testing.cases import Case
-from cuflash.tools.bench import accuracy, peers
+from cuflash.tools.bench import accuracy, check, peers
 from cuflash.tools.bench.report import Errors, Setting
 
 ARRAYS = NumpyArrays()
@@ -88,6 +88,34 @@ def test_ratios_are_to_the_largest_or_the_smallest_error_of_the_same_problem() -
             row("c", SETTINGS[1], 90.0, 90.0), row("d", SETTINGS[0], np.nan, np.inf)]  # fmt: skip
     assert accuracy.ratio(rows, rows[0], max) == 1.5
     assert accuracy.ratio(rows, rows[0], min) == 3.0
+
+
+def test_each_printed_ratio_is_that_of_the_errors_printed_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of outputs whose largest ratios lie in others than their largest errors, and of peers without a number."""
+
+    def row(contender: str, setting: Setting, *errors: float) -> Errors:
+        op = "backward" if len(errors) > 1 else "forward"
+        return Errors(op, setting, contender, contender == "ours", dict(zip(check.OUTPUTS[op], errors, strict=True)))
+
+    one, other = SETTINGS[:2]
+    rows = [row("ours", one, 1.5304e-3, 7e-7, 4.4449e-7), row("a", one, 1.9149e-3, 4e-7, 9e-7),
+            row("b", one, 1.1e-3, np.inf, 8.88e-7), row("ours", one, 4.914e-7), row("a", one, 4.906e-7),
+            row("ours", other, np.nan), row("a", other, 0.5), row("ours", SETTINGS[2], 0.25)]  # fmt: skip
+    accuracy._show({"versions": {}, "gpus": []}, rows, {})
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [line[5:] for line in cells if line[:1] == ["float32"]]  # from the output on
+    assert [line[0] for line in lines] == ["out", "out", "out", "dq", "dk", "dv"]
+    for output, ours, *theirs, worst, best in lines:
+        finite = [x for text in theirs if text != "–" and np.isfinite(x := float(text))]
+        if not finite:
+            assert (worst, best) == ("–", "–")
+            continue
+        expected = [float(ours) / statistic(finite) for statistic in (max, min)]
+        np.testing.assert_allclose([float(worst), float(best)], expected, 1e-3, 0.006, err_msg=output)
+    assert lines[3][-2:] == ["0.80", "1.39"]
+    for statistic, column in ((max, -2), (min, -1)):
+        largest = max(float(line[column]) for line in lines[3:])
+        assert accuracy.ratio(rows, rows[0], statistic) == pytest.approx(largest, abs=0.006)
 
 
 @pytest.fixture

@@ -172,14 +172,17 @@ def ratio(rows: list[Errors], row: Errors, statistic: Callable[[list[float]], fl
 
     Of several outputs, the largest ratio; NaN where the row has no number, and 0 where there is no peer.
     """
-    others, errors = _peers(rows, row), [0.0]
-    for name, error in row.rms.items():
-        theirs = [x.rms[name] for x in others if np.isfinite(x.rms[name])]
-        if not np.isfinite(error):
-            return float("nan")
-        if theirs:
-            errors.append(error / max(statistic(theirs), 1e-300))
-    return max(errors)
+    return float(np.max([0.0, *(ratio_of_output(rows, row, name, statistic) or 0.0 for name in row.rms)]))
+
+
+def ratio_of_output(
+    rows: list[Errors], row: Errors, name: str, statistic: Callable[[list[float]], float]
+) -> float | None:
+    """`ratio` of one output alone; None where no peer has a number for it."""
+    if not np.isfinite(row.rms[name]):
+        return float("nan")
+    theirs = [x.rms[name] for x in _peers(rows, row) if np.isfinite(x.rms[name])]
+    return row.rms[name] / max(statistic(theirs), 1e-300) if theirs else None
 
 
 def is_bad(rows: list[Errors], row: Errors) -> bool:
@@ -220,17 +223,24 @@ def _show(machine: dict[str, Any], rows: list[Errors], missing: dict[str, str]) 
         of_op = [row for row in rows if row.op == op]
         names = list(dict.fromkeys(row.contender for row in of_op))
         shown = Table(box=box.SIMPLE_HEAD)
-        for heading in ("dtype", "d", "mask", "seqlen", "scores", *names, "to the worst", "to the best"):
+        for heading in ("dtype", "d", "mask", "seqlen", "scores", "of", *names, "to the worst", "to the best"):
             shown.add_column(heading, justify="right")
         for setting in dict.fromkeys(row.setting for row in of_op):
             by_contender = {row.contender: row for row in of_op if row.setting == setting}
             case, ours = setting.case, next(row for row in by_contender.values() if row.ours)
-            cells = case.dtype, case.head_dim, "causal" if case.causal else "full", case.seqlen_q, f"{setting.size:g}"
-            columns = (_text(by_contender[name]) if name in by_contender else "–" for name in names)
-            ratios = (f"{ratio(rows, ours, statistic):.3f}" for statistic in (max, min))
-            shown.add_row(*map(str, cells), *columns, *ratios)
-        outputs = " the largest of dq, dk and dv," if op == "backward" else ""
-        console.print(f"\n{op}: root mean square of the error to that of the output,{outputs} against float64", shown)
+            problem = case.dtype, case.head_dim, "causal" if case.causal else "full", case.seqlen_q, f"{setting.size:g}"
+            # why a line for each output: the two ratios may be largest in two of them, and neither need have the
+            # largest error.
+            for output in dict.fromkeys(output for row in by_contender.values() for output in row.rms):
+                errors = (by_contender[name].rms if name in by_contender else {} for name in names)
+                columns = (f"{each[output]:.3e}" if output in each else "–" for each in errors)
+                ratios = (
+                    ratio_of_output(rows, ours, output, statistic) if ours.rms else None for statistic in (max, min)
+                )
+                shown.add_row(
+                    *map(str, problem), output, *columns, *("–" if each is None else f"{each:.2f}" for each in ratios)
+                )
+        console.print(f"\n{op}: root mean square of the error to that of the output, against float64", shown)
     for row in rows:
         if row.note or (row.ours and is_bad(rows, row)):
             kind = "TOO LARGE" if row.rms else "FAILED" if row.ours else "not run"
