@@ -47,7 +47,7 @@ class OptionContext(NamedTuple):
 def check_flag(name: str, value: Any) -> bool:
     """`value` if it is True or False, and not merely truthy or falsy."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give True or False{_of_array(value)}")
     return bool(value)
 
 
@@ -59,8 +59,8 @@ def check_integer(name: str, value: Any) -> int:
 
 
 def _of_array(value: Any) -> str:
-    """Returns a hint for an array of one element that is to be a number, else an empty string."""
-    hint = " (item() of an array of one element is a number; what is traced has none yet: make it static)"
+    """Returns a hint for an array of one element that is to be a number or a flag, else an empty string."""
+    hint = " (item() of an array of one element is one; what is traced has none yet: make it static)"
     return hint if hasattr(value, "__dlpack__") and not isinstance(value, type) else ""
 
 

@@ -258,25 +258,6 @@ def test_a_mistake_is_the_librarys_own_error_while_tracing(
         (jax.jit(call) if jitted else call)(*arrays)
 
 
-def test_a_traced_scale_and_symbolic_shapes_are_told() -> None:
-    with pytest.raises(ProblemError, match=r"softmax_scale=.*Tracer; give a finite number.*make it static"):
-        jax.jit(lambda scale, *x: attention(*x, softmax_scale=scale))(0.5, *shaped(X, X, X))
-    export = pytest.importorskip("jax.export")
-    symbolic = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4, 2, 8"), jnp.float32)
-    with pytest.raises(UnsupportedError, match=r"symbolic shape \(b, 4, 2, 8\)"):
-        export.export(jax.jit(attention))(symbolic, symbolic, symbolic)
-
-
-def test_a_program_for_the_cpu_may_be_mapped_over_any_number() -> None:
-    export = pytest.importorskip("jax.export")
-    checks = [export.DisabledSafetyCheck.custom_call("cuflash_forward")]
-    symbolic = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4, 2, 8"), jnp.float32)
-    program = export.export(jax.jit(jax.vmap(attention)), platforms=["cpu"], disabled_checks=checks)(*[symbolic] * 3)
-    for batch in (1, 5):
-        arrays = [jax.random.normal(jax.random.key(n), (batch, 4, 2, 8)) for n in range(3)]
-        same(program.call(*arrays), attention(*arrays))
-
-
 def test_the_eager_call_of_forward_names_the_way_for_tracers() -> None:
     import cuflash
 

@@ -168,7 +168,7 @@ GRAPHS = """
 import ctypes, jax, jax.numpy as jnp, pathlib
 from cuflash.runtime.driver import function
 from cuflash.frameworks.jax import ffi
-from cuflash.frameworks.jax import attention
+from cuflash.frameworks.jax import attention, export_checks
 captured = []
 def logged(run):
     def tell(call):
@@ -190,8 +190,8 @@ else:
     call = jax.jit(jax.grad(loss, (0, 1, 2)))
 shape = (2, 1024, 32, 64)  # more tiles than SMs: counters hand them out
 if FILE and not program.exists():
-    checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
-    exported = jax.export.export(call, disabled_checks=checks)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
+    exported = jax.export.export(call, disabled_checks=export_checks())(*shapes)
     program.write_bytes(exported.serialize())
 for seed in range(5):  # other arrays, at other addresses
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(seed), 3)]

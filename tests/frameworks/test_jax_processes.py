@@ -46,10 +46,9 @@ def test_programs_of_the_persistent_cache_keep_their_options(tmp_path: Path) -> 
 
 EXPORT = """
 import jax, jax.numpy as jnp, pathlib
-from cuflash.frameworks.jax import attention
+from cuflash.frameworks.jax import attention, export_checks
 grad = jax.jit(jax.grad(lambda x: attention(x, x, 2 * x, causal=True).sum()))
-checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
-exported = jax.export.export(grad, disabled_checks=checks)(jax.ShapeDtypeStruct((1, 5, 2, 8), jnp.float32))
+exported = jax.export.export(grad, disabled_checks=export_checks())(jax.ShapeDtypeStruct((1, 5, 2, 8), jnp.float32))
 pathlib.Path(FILE).write_bytes(exported.serialize())
 print(float(grad(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8)).std()))
 """
@@ -175,14 +174,13 @@ def test_a_process_ends_while_a_gradient_is_computed(is_stored: bool) -> None:
 MOD_EXPORT = """
 import jax.export
 import jax, jax.numpy as jnp, pathlib
-from cuflash.frameworks.jax import attention
+from cuflash.frameworks.jax import attention, export_checks
 slopes = jnp.linspace(0, 1, 2)
 mod = lambda s, b, h, i, j: jnp.tanh(s) - slopes[h] * abs(i - j)
 call = lambda q, sinks: attention(q, q, q, score_mod=mod, mask_mod=lambda b, h, i, j: i % 2 <= j, sinks=sinks)
 grad = jax.jit(jax.grad(lambda *x: (call(*x) ** 2).sum(), (0, 1)))
-checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
 shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 5, 2, 8), (2,))]
-exported = jax.export.export(grad, disabled_checks=checks)(*shapes)
+exported = jax.export.export(grad, disabled_checks=export_checks())(*shapes)
 pathlib.Path(FILE).write_bytes(exported.serialize())
 print([float(x.std()) for x in grad(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8), jnp.arange(2.0))])
 """

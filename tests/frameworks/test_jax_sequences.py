@@ -17,7 +17,7 @@ from cuflash.testing.sequences import Sequences, VarlenArrays, check, check_grad
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 
-from cuflash.frameworks.jax import attention, dot_product_attention, ragged_paged_attention
+from cuflash.frameworks.jax import attention, dot_product_attention, export_checks, ragged_paged_attention
 
 PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 24), bounded=True)
 USED = replace(PACKED, name="used", used_q=True, used_k=True, spare_q=(1, 4, 0, 2), spare_k=(0, 3, 2, 1))
@@ -321,9 +321,10 @@ def test_a_program_of_several_lengths_is_exported_with_its_options() -> None:
     pytest.importorskip("flatbuffers")
     inputs = varlen_arrays(replace(PACKED, dtype="float32"))
     call, leaves, varlen_kwargs = split(inputs, split_size=128)
-    checks = [export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
     platforms = sorted({device.platform.replace("gpu", "cuda") for x in leaves for device in x.devices()})
-    exported = export.export(jax.jit(lambda *x: call(*x[:3], **x[3])), platforms=platforms, disabled_checks=checks)
+    exported = export.export(
+        jax.jit(lambda *x: call(*x[:3], **x[3])), platforms=platforms, disabled_checks=export_checks()
+    )
     program = exported(*leaves, varlen_kwargs)
     again = export.deserialize(program.serialize())
     check(inputs, *map(np.asarray, again.call(*leaves, varlen_kwargs)))

@@ -107,12 +107,12 @@ assert check(partial(attention, causal=True, return_lse=True), (q, k, v), (P("x"
 
 EXPORTED = """
 import jax.export
-checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
+from cuflash.frameworks.jax import export_checks
 x = jax.device_put(normal(0, 8, 12, 2, 8), NamedSharding(mesh, P("x")))
 call = jax.jit(lambda x: attention(x, x, x, causal=True))
 for of in (mesh, mesh.abstract_mesh):
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(of, P("x")))
-    made = jax.export.export(call, disabled_checks=checks, platforms=["cpu"])(shape).serialize()
+    made = jax.export.export(call, disabled_checks=export_checks(), platforms=["cpu"])(shape).serialize()
     got = jax.jit(jax.export.deserialize(made).call)(x)
     np.testing.assert_allclose(got, call(x), rtol=2e-5, atol=2e-5)
 """

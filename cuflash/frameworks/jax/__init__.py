@@ -4,7 +4,7 @@
     gradient = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, causal=True).sum()))
 
 `dot_product_attention` is the same function with the name and the arguments of the one in `jax.nn`, and
-`ragged_paged_attention` with those of the one that JAX has for TPUs.
+`ragged_paged_attention` with those of the one that JAX has for TPUs. `export_checks` is for `jax.export`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ...problem.problem import Problem
 from ...problem.signatures import AttentionOptions
 from ..bool_masks import visible_in
 from . import autograd
-from .arguments import arrays_of, bias_or_mask, integers, window_of
-from .handlers import FORWARD, CallOptions, Shape, op_of, specs_of
+from .arguments import arrays_of, bias_or_mask, integers, static_keywords, window_of
+from .handlers import FORWARD, OPS, CallOptions, Shape, op_of, specs_of
 from .mods import mod_operands
 from .primitives import as_jax, check_not_reduced, checked_array
 
@@ -37,7 +37,13 @@ if jax.__version_info__ < (0, 8, 2):  # why: older ones fail where gradients are
         "cuflash.forward and cuflash.backward outside of jit"
     )
 
-__all__ = ["attention", "dot_product_attention", "ragged_paged_attention", "triangle_attention"]
+__all__ = [
+    "attention",
+    "dot_product_attention",
+    "export_checks",
+    "ragged_paged_attention",
+    "triangle_attention",
+]
 
 _DEFAULT_MASK_VALUE = -0.7 * float(np.finfo("float32").max)
 
@@ -54,6 +60,7 @@ def attention(
 def attention(
     q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[AttentionOptions[Any]]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@static_keywords
 def attention(
     q: Any,
     k: Any,
@@ -114,7 +121,7 @@ def attention(
         out = attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)    # q (total, heads, head_dim)
 
     Raises ProblemError, UnsupportedError and CompileError as `cuflash.forward` does, while the call is traced or
-    lowered. A program that `jax.export` wrote runs only in a process that has imported this module.
+    lowered. `jax.export` takes `export_checks`.
 
     >>> import jax
     >>> from cuflash.frameworks.jax import attention
@@ -146,6 +153,7 @@ def attention(
     return _called(named | more, options, check_flag("return_lse", return_lse), op)
 
 
+@static_keywords
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -215,6 +223,7 @@ def dot_product_attention(
     return out, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(out.dtype))
 
 
+@static_keywords
 def triangle_attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
 ) -> jax.Array:
@@ -235,6 +244,7 @@ def triangle_attention(
     return attended(attention, dtype_of, lambda count, _: jnp.arange(count), q, k, v, bias, mask, softmax_scale)
 
 
+@static_keywords
 def ragged_paged_attention(
     q: Any,
     kv_pages: Any,
@@ -313,6 +323,31 @@ def ragged_paged_attention(
     options = Options(softmax_scale=scale, causal=True, window_size=(left, None), softcap=softcap)
     out = _called(named, options, False)
     return out if v_scale is None else (out * check_scale("v_scale", v_scale)).astype(out.dtype)
+
+
+def export_checks() -> list[Any]:
+    """Returns the checks that `jax.export.export` must leave out, for programs that call functions of this module.
+
+    Exported programs may hold custom calls that JAX knows to be stable, and none of other libraries unless they are
+    listed. Those of cuflash carry the version of their format: one that a later cuflash cannot read is refused.
+
+    The list is for `disabled_checks`, of gradients as well (`serialize(vjp_order=1)`). The program runs in a process
+    that has imported this module, on the platforms that it was exported for: `platforms=["cpu", "cuda"]` is for both. A
+    machine without a GPU exports forward for cuda, and gradients for the CPU alone (UnsupportedError): backward takes a
+    workspace that depends on the GPU. A symbolic size is taken on the CPU alone, of an axis that vmap maps.
+
+        exported = jax.export.export(jax.jit(function), disabled_checks=export_checks())(q, k, v)
+
+    >>> import jax
+    >>> from cuflash.frameworks.jax import attention, export_checks
+    >>> q = jax.random.normal(jax.random.key(0), (2, 100, 4, 64))
+    >>> exported = jax.export.export(jax.jit(attention), disabled_checks=export_checks())(q, q, q)
+    >>> exported.call(q, q, q).shape
+    (2, 100, 4, 64)
+    """
+    from jax.export import DisabledSafetyCheck  # why here: exports alone need it
+
+    return [DisabledSafetyCheck.custom_call(target) for target in OPS]
 
 
 def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | None = None) -> Any:

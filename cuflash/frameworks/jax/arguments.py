@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
 
 from ...errors import ProblemError, UnsupportedError
 from ...mods.tracing.operand import is_integer
 from ...problem.operands import INTEGERS
+from ...problem.options import Options
 from .handlers import Shape
 from .primitives import checked_array
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+_SCALES = ("softmax_scale", "scale", "sm_scale")
+# Keywords by which kernels are chosen, of all functions of this package.
+STATIC = frozenset((*Options._fields, *_SCALES, "return_lse", "is_causal", "local_window_size", "return_residual",
+                    "implementation", "sliding_window", "soft_cap", "mask_value", "k_scale", "v_scale"))  # fmt: skip
+
+
+def static_keywords(function: Call) -> Call:
+    """Decorates a function so that its error for a traced keyword that must be static says how to make it so."""
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except (ProblemError, UnsupportedError) as error:  # why here: a call that is right need not look for tracers
+            traced = {name: x for name, x in keywords.items() if name in STATIC and _is_traced(x)}
+            if not traced:
+                raise
+            names, called = tuple(traced), function.__name__
+            scale = ", or multiply q by it, which may be traced" if names[0] in _SCALES else ""
+            raise ProblemError(
+                f"{names[0]}={traced[names[0]]!r} is traced, but kernels are chosen by its value before anything runs; "
+                f"make it static, by jax.jit({called}, static_argnames={names}) or, ahead of any transformation, by "
+                f"functools.partial({called}, {names[0]}=value){scale}"
+            ) from error
+
+    return checked  # type: ignore[return-value]
+
+
+def _is_traced(value: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
 
 
 def integers(name: str, array: Any, shape: Shape) -> Any:

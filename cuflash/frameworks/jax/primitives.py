@@ -323,7 +323,7 @@ def _lower_for_cuda(name: str, context: Any, *operands: Any, static: CallOptions
         if name == BACKWARD:
             raise UnsupportedError(
                 "the workspace of backward depends on the GPU, and JAX sees none here: export on a machine that has "
-                f"one ({error})"
+                f'one, or for platforms=["cpu"], or forward alone, with vjp_order=0 ({error})'
             ) from error
         devices = []
     floats = handlers.load(name, call_spec, [device.local_hardware_id for device in devices])
