@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # why: JAX would take most of the GPU's memory at once
-
-import jax
-import jax.numpy as jnp
-import torch
+from packages import explain_missing
 
 import cuflash
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # why: JAX would take most of the GPU's memory at once
+
+with explain_missing():
+    import jax
+    import jax.numpy as jnp
+    import torch
 
 
 def main() -> int:

@@ -16,11 +16,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import matplotlib
+from packages import explain_missing
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.patches import Rectangle
+with explain_missing():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#DDDDDD"
 TILES = 8

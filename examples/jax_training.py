@@ -10,11 +10,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+from packages import explain_missing
 
 import cuflash
-from cuflash.frameworks.jax import attention
+
+with explain_missing():
+    import jax
+    import jax.numpy as jnp
+
+    from cuflash.frameworks.jax import attention
 
 BATCH, SEQLEN, HEADS, HEAD_DIM, TOKENS = 32, 64, 2, 16, 8
 RATE = 4.0

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import numpy as np
+from packages import explain_missing
 
 import cuflash
 from cuflash.reference import flash1, flash2, flashd
@@ -26,6 +27,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--picture", metavar="FILE", help="draw the states into FILE; needs matplotlib")
     picture = parser.parse_args().picture
+    if picture is not None:
+        with explain_missing():  # why first: it says at once what is not installed
+            import matplotlib
+        matplotlib.use("Agg")
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((1, n, 1, HEAD_DIM)) for n in (1, KEYS, KEYS))
     # why: so that the largest score is found late, and the states change on the way.

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from packages import explain_missing
 
 import cuflash
 
@@ -30,6 +31,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--picture", metavar="FILE", help="draw the memory into FILE; needs matplotlib")
     picture = parser.parse_args().picture
+    if picture is not None:
+        with explain_missing():  # why first: it says at once what is not installed
+            import matplotlib
+        matplotlib.use("Agg")
     where = find()
     print(f"Running on the {where}, in at most {BUDGET[where] >> 20} MiB: batch 1, 4 heads of 64, causal")
     print("  seqlen" + "".join(f"{name:>24}" for name in ALGORITHMS.values()))

@@ -10,11 +10,15 @@ import sys
 import time
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from packages import explain_missing
 
 import cuflash
-from cuflash.frameworks.transformers import register
+
+with explain_missing():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from cuflash.frameworks.transformers import register
 
 BATCH, PROMPT, NEW, HEADS, HEAD_DIM = 2, 100, 32, 4, 64
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +20,28 @@ from cuflash.reference import flash1, flash2, flashd
 from cuflash.testing import oracle
 
 FOLDER = ROOT / "examples"
-EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "how_it_works.py"})  # which runs nothing of ours
+# Of these the one runs nothing of ours, and the other is no example.
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "how_it_works.py", FOLDER / "packages.py"})
 MOD_EXAMPLES = ("alibi", "documents", "every_library", "pair_bias", "sinks")  # they call with score_mod and the like
 if not EXAMPLES:
     pytest.skip("needs a checkout", allow_module_level=True)
 
 
+@pytest.fixture(autouse=True)
+def _import_as_scripts_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)  # why: some import others of the folder
+
+
+def imports(path: Path) -> list[str]:
+    """The packages that an example needs to be imported at all, beside cuflash and NumPy, in their order."""
+    pattern = r"^    (?:import|from) (torch|jax|transformers|matplotlib)\b"
+    _, _, block = path.read_text("utf-8").partition("\nwith explain_missing():\n")
+    return list(dict.fromkeys(re.findall(pattern, block.partition("\n\n\n")[0], re.MULTILINE)))
+
+
 def need(path: Path, *of_jax: str) -> None:
     """Skips an example without a library that it imports or, if it is JAX, one of these packages."""
-    imported = set(re.findall(r"^(?:import|from) (torch|jax|transformers)\b", path.read_text("utf-8"), re.MULTILINE))
+    imported = imports(path)
     for library in imported:
         pytest.importorskip(library)
     if "jax" in imported and of_jax and not any(map(importlib.util.find_spec, of_jax)):
@@ -37,6 +52,64 @@ def need(path: Path, *of_jax: str) -> None:
 def test_an_example_runs_without_a_gpu(path: Path) -> None:
     need(path)
     assert "on the CPU" in run_python(str(path), CUDA_VISIBLE_DEVICES="")
+
+
+NEEDING = [path for path in sorted(FOLDER.glob("*.py")) if imports(path)]
+
+
+def test_all_imports_of_packages_that_may_be_missing_are_explained() -> None:
+    """Others import them where they have seen that these are there."""
+    assert [path.stem for path in NEEDING] == [
+        "handover", "how_it_works", "jax_training", "torch_training", "transformers_generation",
+    ]  # fmt: skip
+    bare = r"^(?:import|from) (?:torch|jax|transformers|matplotlib|cupy|cuflash\.frameworks)\b"
+    assert not [path.stem for path in FOLDER.glob("*.py") if re.search(bare, path.read_text("utf-8"), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("path", NEEDING, ids=lambda path: path.stem)
+def test_an_example_names_each_package_that_is_missing_and_its_installation(path: Path) -> None:
+    for package in imports(path):
+        code = f"import runpy, sys; sys.argv[0] = {path.name!r}; sys.path.insert(0, {str(FOLDER)!r}); import packages\n"
+        code += f"{STAND_INS}hide({package!r}); runpy.run_path({str(path)!r}, run_name='__main__')"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        first = f"{path.name} needs {package}, which is not installed: pip install {package}"
+        assert (done.returncode, done.stderr[: len(first)], done.stderr.count("\n")) == (1, first, 1), done.stderr
+
+
+# Hides a package, and gives every other one that examples import, so that the test needs none of them.
+STAND_INS = """
+from unittest.mock import MagicMock
+def hide(package):
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == package:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    sys.meta_path.insert(0, Finder())
+    for other in {"torch", "jax", "transformers", "matplotlib"} - {package}:
+        for name in (other, f"{other}.numpy", f"{other}.nn", f"{other}.patches"):
+            sys.modules[name] = MagicMock(__version_info__=(9, 9, 9))
+"""
+
+
+def test_training_in_pytorch_prints_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    names = runpy.run_path(str(FOLDER / "torch_training.py"))
+    for steps, expected in ((20, [*range(2, 21, 2)]), (3, [1, 2, 3])):
+        names["train"]("ours", names["parameter"], "cpu", torch.float32, 4, steps)
+        assert capsys.readouterr().out.splitlines() == [f"ours: {step} of {steps} steps" for step in expected]
+
+
+@pytest.mark.parametrize("name", ["lineage", "long_context"])
+def test_a_picture_without_matplotlib_is_refused_before_the_work(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = runpy.run_path(str(FOLDER / f"{name}.py"))["main"]
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "--picture", "drawn.png"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == f"{name}.py needs matplotlib, which is not installed: pip install matplotlib"
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.gpu
@@ -59,19 +132,19 @@ def test_training_that_does_not_come_far_is_a_failure(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("count", [1, 20])
 def test_log_probabilities_that_are_others_in_training_are_a_failure(
-    monkeypatch: pytest.MonkeyPatch, count: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
     names = runpy.run_path(str(FOLDER / "decoder.py"))
     main, in_training = names["main"], names["in_training"]
     monkeypatch.setattr(cuflash, "plan", lambda *_, **__: SimpleNamespace(device="cpu"))
     assert main(count) == 0
+    assert "bitwise" not in capsys.readouterr().out  # the CPU promises none
     monkeypatch.setitem(main.__globals__, "in_training", lambda *arguments: in_training(*arguments) + 1e-3)
     assert main(count) == 1
 
 
 @pytest.mark.parametrize("path", [FOLDER / f"{name}.py" for name in MOD_EXAMPLES], ids=lambda path: path.stem)
 def test_scores_and_masks_that_have_no_effect_are_a_failure(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    monkeypatch.syspath_prepend(FOLDER)  # why: examples of this kind import one of them
     main = runpy.run_path(str(path))["main"]
     numpy = next(main.__globals__["libraries"]())
     monkeypatch.setitem(main.__globals__, "libraries", lambda: [numpy])
