@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ProblemError, UnsupportedError
 from ..problem.array_spec import ArraySpec, packed_strides
 from ..problem.dtypes import DTYPES
-from .library import GpuLibrary, bfloat16, cupy_module
+from .library import GpuLibrary, cupy_module, numpy_dtype
 from .torch_keys import TensorKeys
 
 
@@ -102,14 +102,31 @@ class TorchLibrary(GpuLibrary):
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach().resolve_neg()
-        if array.dtype == self._torch.bfloat16:
-            return array.view(self._torch.int16).numpy().view(bfloat16())  # type: ignore[no-any-return]
-        return array.numpy()  # type: ignore[no-any-return]
+        itemsize, dtype = array.element_size(), str(array.dtype).removeprefix("torch.")
+        _, end = ArraySpec(tuple(array.shape), tuple(array.stride()), dtype, "cpu", self.name).span
+        needed = end and end + array.storage_offset() * itemsize
+        if (size := array.untyped_storage().nbytes()) < needed:
+            raise ProblemError(
+                f"the storage of a tensor of shape {tuple(array.shape)} has {size} bytes, but its elements need "
+                f"{needed}; give it its memory back (it was resized, as FSDP does between uses)"
+            )
+        place = {
+            "version": 3,
+            "data": (array.data_ptr(), False),
+            "shape": tuple(array.shape),
+            "strides": tuple([stride * itemsize for stride in array.stride()]),
+            "typestr": f"|V{itemsize}",
+        }
+        # Tensor.numpy() would forbid that the caller's storage is ever resized, as FSDP2 does between uses. The tensor
+        # lives as long as its view.
+        memory = np.asarray(SimpleNamespace(__array_interface__=place, tensor=array))
+        return memory.view(numpy_dtype(dtype))
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
-        if array.dtype.name == "bfloat16":
-            return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
-        return self._torch.from_numpy(array)
+        # Copied: the storage of torch.from_numpy cannot be resized.
+        result = self._torch.empty(array.shape, dtype=getattr(self._torch, array.dtype.name), device="cpu")
+        self.to_numpy(result)[...] = array
+        return result
 
 
 def check_dense(name: str, tensor: Any) -> None:
