@@ -214,6 +214,34 @@ def test_a_mask_without_gradients_has_none() -> None:
     assert backward(q, q, k, v, mask, *outputs, 0.0, [True, True, True, False])[3] is None
 
 
+def masked(*tensors: Any, mask: Any, **options: Any) -> Any:
+    """out of the memory-efficient op, as PyTorch calls it: lse is not for gradients of the mask."""
+    is_grad = any(x.requires_grad for x in tensors)
+    mask = mask.expand(*tensors[0].shape[:3], mask.shape[-1])
+    return OPS._scaled_dot_product_efficient_attention(*tensors, mask, is_grad, **options)[0]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "is_causal": True, "scale": 0.3}], ids=["plain", "dropout"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_any_choice_of_operands_and_mask_has_the_gradients_of_all(is_compiled: bool, options: Any) -> None:
+    mask = torch.randn(1, 4, 1, 52, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    inputs = (*qkv("cpu", torch.float64, seqlen_k=52), mask)
+    torch._dynamo.reset()
+
+    def function(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return masked(q, k, v, mask=mask, **options)
+
+    call = torch.compile(function, backend="aot_eager") if is_compiled else function
+    expected: Any = ()
+    for chosen in ((0, 1, 2, 3), (3,), (0,), (1,), (2,), (0, 3), (1, 3), (2, 3)):
+        leaves = [x.detach().requires_grad_(number in chosen) for number, x in enumerate(inputs)]
+        torch.manual_seed(3)
+        result = torch.autograd.grad(call(*leaves).square().sum(), [leaves[number] for number in chosen])
+        expected = expected or result
+        assert_close(result, [expected[number] for number in chosen])
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_packed_sequences_with_dropout() -> None:
     q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in qkv("cpu", torch.float64))
@@ -314,6 +342,19 @@ def test_masks_run_here(is_compiled: bool) -> None:
     assert_close(
         function(q, k, v, attn_mask=visible), eager(*by_seqlen(copies[:3]), bias=visible)[0].transpose(1, 2), 2e-2
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_mask_alone_may_require_grad(is_compiled: bool) -> None:
+    q, k, v = (x.detach() for x in qkv("cuda", torch.bfloat16, seqlen_k=56))
+    mask = torch.randn(1, 4, 40, 56, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    function = torch.compile(attend, fullgraph=True) if is_compiled else attend
+    (gradient,) = torch.autograd.grad(function(q, k, v, attn_mask=mask).float().square().sum(), mask)
+    *copies, bias = (x.detach().cpu().double().requires_grad_() for x in (q, k, v, mask))
+    expected = eager(*by_seqlen(copies), bias=bias)[0].square().sum()
+    assert_close(gradient, torch.autograd.grad(expected, bias)[0], 4e-2)
 
 
 @pytest.mark.gpu

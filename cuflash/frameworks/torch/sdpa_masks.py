@@ -13,6 +13,7 @@ import torch
 
 from ...ops.backward import backward
 from ...ops.forward import forward
+from ...ops.lse import lse as log_sum_exp
 
 _STEP_OF_LSE, _STEP_OF_BIAS = 32, 16  # of which the rows of lse, and the keys of a mask's gradient, fill a multiple
 
@@ -62,8 +63,12 @@ def masked_backward(
     # The mask stays whole if it has a gradient: PyTorch takes that of every element, and sums expanded axes itself.
     bias = None if attn_bias is None else attn_bias.detach() if is_bias_wanted else _shrunk(attn_bias.detach())
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    lse = logsumexp[..., : query.shape[2]]
+    if lse.shape[2] < query.shape[2]:
+        # PyTorch's forward asks for lse only if query, key or value require grad, and not for the mask.
+        lse = log_sum_exp(q, k, bias=bias, **_keywords(scale, is_causal))
     dq, dk, dv, *grads = backward(
-        *(dout, q, k, v, o, logsumexp[..., : query.shape[2]]),
+        *(dout, q, k, v, o, lse),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         bias=bias,
         captured_grads=(bias,) if is_bias_wanted else None,
@@ -82,7 +87,9 @@ def drawn(query: torch.Tensor, shape: tuple[int, ...], dropout_p: float) -> torc
     return state.random_() if dropout_p > 0.0 else state
 
 
-def _keywords(scale: float | None, is_causal: bool, dropout_p: float, seed: torch.Tensor) -> dict[str, Any]:
+def _keywords(
+    scale: float | None, is_causal: bool, dropout_p: float = 0.0, seed: torch.Tensor | None = None
+) -> dict[str, Any]:
     keywords = {"softmax_scale": scale, "causal": is_causal, "diagonal_offset": 0}
     return keywords | ({"dropout_p": dropout_p, "dropout_seed": seed} if dropout_p > 0.0 else {})
 
