@@ -43,6 +43,9 @@ class Library:
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
         """An array of this framework that takes over a NumPy result."""
 
+    def without_values(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """A result of a call on the device meta: shape and dtype, and no memory (PyTorch alone has that device)."""
+
 
 class GpuLibrary(Library):
     """CuPy or torch, whose GPU arrays are given to kernels directly.

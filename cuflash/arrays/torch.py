@@ -41,7 +41,7 @@ class TorchLibrary(GpuLibrary):
     def on_gpu(self, array: Any) -> bool:
         if array.is_cuda:
             return True
-        if array.device.type != "cpu":
+        if array.device.type not in ("cpu", "meta"):
             raise UnsupportedError(f"torch arrays on {array.device} are not supported; move them to cuda or cpu")
         return False
 
@@ -127,6 +127,9 @@ class TorchLibrary(GpuLibrary):
         result = self._torch.empty(array.shape, dtype=getattr(self._torch, array.dtype.name), device="cpu")
         self.to_numpy(result)[...] = array
         return result
+
+    def without_values(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self._torch.empty(shape, dtype=self._dtypes[dtype], device="meta")
 
 
 def check_dense(name: str, tensor: Any) -> None:

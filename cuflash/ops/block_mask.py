@@ -59,9 +59,11 @@ class BlockMask:
             )
 
     def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(Sizes._fields, self.sizes, strict=True))
+        if getattr(self.cells, "is_meta", False):
+            return f"BlockMask({sizes}, cells on the device meta)"
         total = max(self.cells.size if isinstance(self.cells.size, int) else self.cells.numel(), 1)
         shares = (f"{_count_true(self.cells == kind) / total:.0%} {name}" for kind, name in enumerate(_KINDS))
-        sizes = ", ".join(f"{name}={size}" for name, size in zip(Sizes._fields, self.sizes, strict=True))
         return f"BlockMask({sizes}, cells: {', '.join(shares)})"
 
 

@@ -1,4 +1,7 @@
-"""Calls on arrays in host memory: validated like all others, run by the NumPy reference, in the caller's library."""
+"""Calls on arrays in host memory: validated like all others, run by the NumPy reference, in the caller's library.
+
+Those on PyTorch's device meta, which has no memory, are validated and return results of the right shapes.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,13 @@ Array = np.ndarray[Any, Any]
 
 
 def run(op: Op, library: Library, arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """Returns all results of a call on arrays in host memory: its inputs, then outputs, None for a new one."""
+    """Returns all results of a call on arrays in host memory, or on meta: its inputs, then outputs, None for a new one."""
     problem = Problem.from_specs(op, list(specs_of(op, library, arrays)), options)
-    views = [None if x is None else library.to_numpy(x) for x in arrays]
     inputs = len(op.inputs)
+    if problem.device == "meta":
+        pairs = zip_longest(problem.outputs, arrays[inputs:])
+        return tuple(library.without_values(*output) if out is None else out for output, out in pairs)
+    views = [None if x is None else library.to_numpy(x) for x in arrays]
     for number in (*op.written, *range(inputs, len(arrays))):
         if arrays[number] is not None:
             name, otherwise = op.names[number], "" if number < inputs else " or None"

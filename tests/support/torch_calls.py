@@ -16,7 +16,21 @@ from cuflash.frameworks.torch import attention, flex_attention, triangle_attenti
 HEADS, ROWS, DIM = 2, 9, 16
 DENSE, PACKED, HEADS_FIRST = (2, ROWS, HEADS, DIM), (ROWS, HEADS, DIM), (2, HEADS, ROWS, DIM)
 BOUNDS = torch.tensor([0, 4, ROWS], dtype=torch.int32)
-SEQUENCES: dict[str, Any] = {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS, "max_seqlen_q": 5, "max_seqlen_k": 5}
+
+
+def packed(*tensors: Any, **options: Any) -> Any:
+    """`attention` of two packed sequences."""
+    bounds = BOUNDS.to(tensors[0].device)
+    return attention(*tensors, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=5, max_seqlen_k=5, **options)
+
+
+def flash_attn_packed(*tensors: Any) -> Any:
+    bounds = BOUNDS.to(tensors[0].device)
+    return flash_attn.flash_attn_varlen_func(*tensors, bounds, bounds, 5, 5)
+
+
+def flash_attn_alibi(*tensors: Any) -> Any:
+    return flash_attn.flash_attn_func(*tensors, alibi_slopes=torch.ones(HEADS, device=tensors[0].device))
 
 
 def of_mods(q: Any, k: Any, v: Any, slopes: Any, sinks: Any, bias: Any) -> Any:
@@ -37,23 +51,23 @@ Case = tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]
 PLAIN: dict[str, Case] = {
     "dense": ((DENSE,) * 3, functools.partial(attention, causal=True)),
     "lse": ((DENSE,) * 3, lambda *x: attention(*x, return_lse=True)[1]),
-    "packed": ((PACKED,) * 3, functools.partial(attention, **SEQUENCES)),
+    "packed": ((PACKED,) * 3, packed),
     "layer": ((*(DENSE,) * 3, (DIM, DIM)), of_layer),
     "op": ((DENSE,) * 3, lambda *x: torch.ops.cuflash.attention(*x, None, True, -1, -1, None, 0.0, False)[0]),
     "flash-attn": ((DENSE,) * 3, functools.partial(flash_attn.flash_attn_func, causal=True)),
     "flash-attn, one tensor": (((2, ROWS, 3, HEADS, DIM),), flash_attn.flash_attn_qkvpacked_func),
-    "flash-attn, packed": ((PACKED,) * 3, lambda *x: flash_attn.flash_attn_varlen_func(*x, BOUNDS, BOUNDS, 5, 5)),
+    "flash-attn, packed": ((PACKED,) * 3, flash_attn_packed),
     "flash-attn 3": ((DENSE,) * 3, flash_attn_3.flash_attn_func),
     "flash-attn 4": ((DENSE,) * 3, lambda *x: flash_attn_4.flash_attn_func(*x)[0]),
 }
 MODS: dict[str, Case] = {
     "mods": ((*(DENSE,) * 3, (HEADS,), (HEADS,), (HEADS, ROWS, ROWS)), of_mods),
-    "packed mods": ((*(PACKED,) * 3, (HEADS,)), lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, **SEQUENCES)),
+    "packed mods": ((*(PACKED,) * 3, (HEADS,)), lambda q, k, v, sinks: packed(q, k, v, sinks=sinks)),
     "dropout": ((DENSE,) * 3, functools.partial(attention, dropout_p=0.3)),
     "flex": ((*(HEADS_FIRST,) * 3, (HEADS,)), of_flex),
     "triangle": ((*((1, 5, HEADS, 5, DIM),) * 3, (1, HEADS, 5, 5)), triangle_attention),
     "flash-attn, dropout": ((DENSE,) * 3, functools.partial(flash_attn.flash_attn_func, dropout_p=0.3)),
-    "flash-attn, ALiBi": ((DENSE,) * 3, lambda *x: flash_attn.flash_attn_func(*x, alibi_slopes=torch.ones(HEADS))),
+    "flash-attn, ALiBi": ((DENSE,) * 3, flash_attn_alibi),
 }
 CASES = PLAIN | MODS
 

@@ -98,7 +98,7 @@ def attention(
     `cuflash.forward`, and so are limits and rules for NaN; those of gradients are in `cuflash.backward`.
     `deterministic=True` asks for bitwise repeatable gradients. Under autocast floating-point inputs are cast to its
     dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured. Tensors on the CPU take
-    the NumPy path.
+    the NumPy path. Those on the device meta are validated, and results and gradients have shapes there.
 
     Variable-length sequences are given as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
     `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.

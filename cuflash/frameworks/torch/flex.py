@@ -113,13 +113,15 @@ def _check_sizes(mask_sizes: tuple[int, ...], query: torch.Tensor, key: torch.Te
 def lists_all(block_mask: Any) -> bool:
     """True if mask_mod shows nothing outside of the listed blocks. Lists that were written by hand may lack some.
 
-    It is computed once for each mask, for which the host waits, and taken as False while a graph is captured.
+    It is computed once for each mask, for which the host waits. It is taken as False while a graph is captured, and
+    on the device meta.
     """
     is_complete = _complete_lists.get(block_mask)
     if is_complete is None:
         blocks = block_mask.to_dense() != 0
         sizes = block_mask.BLOCK_SIZE
-        if any(size % MASK_TILE for size in sizes) or (blocks.is_cuda and torch.cuda.is_current_stream_capturing()):
+        is_capturing = blocks.is_cuda and torch.cuda.is_current_stream_capturing()
+        if any(size % MASK_TILE for size in sizes) or is_capturing or blocks.is_meta:
             return False
         tiles = create_block_mask(block_mask.mask_mod, *block_mask.shape, like=blocks).cells != 0
         for axis, size in zip((2, 3), sizes, strict=True):

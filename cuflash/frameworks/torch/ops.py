@@ -235,7 +235,7 @@ def _register_gradients(custom_op: Any, differentiate: Any, save: Any = None) ->
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)
 
-    for device in ("CPU", "CUDA"):  # before the kernels of register_autograd, which are for all devices
+    for device in ("CPU", "CUDA", "Meta"):  # before the kernels of register_autograd, which are for all devices
         _LIBRARY.impl(op._opname, kernel, f"Autograd{device}", with_keyset=True)
 
 

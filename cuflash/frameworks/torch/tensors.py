@@ -34,15 +34,13 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def check_tensor(name: str, tensor: Any) -> None:
-    """Raises unless an operand is a dense torch tensor with its elements in memory."""
+    """Raises unless an operand is a dense torch tensor."""
     # The common case first: no more checks apply.
     if type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_nested:
         return
     if not isinstance(tensor, torch.Tensor):
         raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor (torch.as_tensor makes one)")
     check_dense(name, tensor)
-    if tensor.is_meta:
-        raise UnsupportedError(f"{name} is on the device meta, where nothing is computed; move it to cuda or cpu")
 
 
 def refuse_tangents(**tensors: torch.Tensor | None) -> None:
@@ -82,7 +80,9 @@ def uncompiled(name: str, module: dict[str, Any], function: Callable[..., Any], 
 
 def is_autocast(tensor: torch.Tensor) -> bool:
     """True if autocast is enabled on the device of a tensor."""
-    return bool(torch.is_autocast_enabled("cuda" if tensor.is_cuda else tensor.device.type))
+    if tensor.is_cuda:
+        return bool(torch.is_autocast_enabled("cuda"))
+    return not tensor.is_meta and bool(torch.is_autocast_enabled(tensor.device.type))
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
