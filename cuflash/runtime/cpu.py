@@ -25,7 +25,10 @@ Array = np.ndarray[Any, Any]
 
 
 def run(op: Op, library: Library, arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """Returns all results of a call on arrays in host memory, or on meta: its inputs, then outputs, None for a new one."""
+    """Returns all results of a call on arrays in host memory, or on the device meta.
+
+    arrays: the inputs of the call, then its outputs, None for a new one.
+    """
     problem = Problem.from_specs(op, list(specs_of(op, library, arrays)), options)
     inputs = len(op.inputs)
     if problem.device == "meta":

@@ -109,9 +109,9 @@ def attention(
     dropout_p and no dropout_seed, one is drawn on the device by PyTorch's generator, which checkpoints restore and CUDA
     graphs advance. Such calls run between the graphs of torch.compile, not in them, and have no `vmap`.
 
-    It works under `torch.compile(fullgraph=True)` with dynamic shapes, under `torch.utils.checkpoint`, eagerly under
-    `torch.func.grad`, `vjp` and `vmap`, on several GPUs, and in CUDA graphs (a call before the capture must compile the
-    kernels). Returns out, or (out, lse) with `return_lse`.
+    It works under `torch.compile(fullgraph=True)` with dynamic shapes, under `torch.utils.checkpoint`, under
+    `torch.func.grad`, `vjp` and `vmap`, eager and compiled, on several GPUs, and in CUDA graphs (a call before the
+    capture must compile the kernels). Returns out, or (out, lse) with `return_lse`.
 
     Raises ProblemError, UnsupportedError or CompileError as `cuflash.forward` does; second derivatives, forward-mode
     differentiation, gradients of cached keys and `vmap` over variable-length sequences are an UnsupportedError.

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from ...errors import ProblemError, UnsupportedError
+from ...errors import UnsupportedError
 from ...ops.backward import cached_keys_error
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, Op, VarlenArgs
 from ...problem.options import MAX_KEYS, OptionsKey, options_key
 from ...runtime.call import run
 from .ops import backward_by_op, by_op, refuse_twice, zeros_for_none
 from .tensors import TANGENT, becomes_an_op, is_batched, is_transformed, refuse_tangents
+from .vmap import map_attention, map_gradients
 
 MAPPED = (
     "score_mod, mask_mod, block_mask, bias, sinks and dropout_p under vmap: what is mapped has no place among the "
@@ -126,15 +127,8 @@ class _Transformed(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], ops: Ops, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
         _refuse_mapped(ops, rest)
-        (_, *axes), size = in_dims, info.batch_size
-        operands = list(zip((q, k, v), axes, strict=False))
-        rank, rank_k, rank_v = (x.dim() - (axis is not None) for x, axis in operands)
-        if not rank == rank_k == rank_v:
-            raise ProblemError(f"q, k and v have ranks {rank}, {rank_k} and {rank_v} under vmap; give all alike")
-        out, lse = _Transformed.apply(ops, *(_fold(x, axis, size, heads=2) for x, axis in operands))
-        axis_q, *_ = axes
-        shape = _mapped(q, axis_q, size).shape
-        return (_unfold(out, shape, heads=2), _unfold(lse, shape, heads=1)), (0, 0)
+        call = functools.partial(_Transformed.apply, ops)
+        return map_attention(call, info.batch_size, in_dims[1:4], (q, k, v)), (0, 0)
 
 
 def _gradients(ops: Ops, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *rest: Any) -> Any:
@@ -168,15 +162,10 @@ class _Gradients(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], ops: Ops, *operands: Any) -> tuple[Any, Any]:
-        dout, q, k, v, out, lse, dlse, *rest = operands
+        tensors, rest = operands[:7], operands[7:]
         _refuse_mapped(ops, rest)
-        (_, *axes), size = in_dims, info.batch_size
-        heads = (2, 2, 2, 2, 2, 1, 1)
-        mapped = zip((dout, q, k, v, out, lse, dlse), axes, heads, strict=False)
-        gradients = _Gradients.apply(ops, *(_fold(x, axis, size, heads) for x, axis, heads in mapped))
-        _, axis_q, *_ = axes
-        shape = _mapped(q, axis_q, size).shape
-        return tuple(_unfold(x, shape, heads=2) for x in gradients), (0, 0, 0)
+        call = functools.partial(_Gradients.apply, ops)
+        return map_gradients(call, info.batch_size, in_dims[1:8], tensors), (0, 0, 0)
 
 
 def _check_pulled(dout: torch.Tensor | None, dlse: torch.Tensor | None) -> None:
@@ -205,27 +194,3 @@ def _refuse_mapped(ops: Ops, rest: Iterable[Any]) -> None:
             f"{', '.join(names)} under vmap: variable-length sequences have no axis to map over; pack what is "
             "mapped as further sequences of one call, or call in a loop"
         )
-
-
-def _fold(tensor: Any, axis: int | None, size: int, heads: int) -> Any:
-    """Folds the mapped axis of an operand into batch: 4-D (lse 3-D). heads: its axis of heads in 4-D."""
-    if tensor is None:
-        return None
-    tensor = _mapped(tensor, axis, size)
-    rank = 4 if heads == 2 else 3
-    if tensor.dim() == rank - 1:  # it has neither batch nor heads
-        tensor = tensor.unsqueeze(heads)
-    return tensor.flatten(0, 1) if tensor.dim() == rank + 1 else tensor
-
-
-def _unfold(tensor: torch.Tensor, q: torch.Size, heads: int) -> torch.Tensor:
-    """Undoes `_fold` on a result. q: the shape of q with the mapped axis in front."""
-    if len(q) == 5:
-        size, batch, *_ = q
-        return tensor.unflatten(0, (size, batch))
-    return tensor.squeeze(heads) if len(q) == 3 else tensor
-
-
-def _mapped(tensor: torch.Tensor, axis: int | None, size: int) -> torch.Tensor:
-    """Returns the operand with the mapped axis in front; one without that axis is expanded."""
-    return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
