@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 pytest.register_assert_rewrite("hopper", "libraries", "refusals", "tensors", "workers")
 
 from drivers import FakeDriver
+from integers import without_check_of_integers
 from libraries import memory_of_nan
 from plans import for_any_gpu
 from variants import sampled
@@ -178,6 +179,13 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in reference.RUN:
         monkeypatch.setitem(reference.RUN, name, reached)
     monkeypatch.setattr(call.LoadedPlan, "launch", reached)
+
+
+@pytest.fixture
+def unchecked_integers() -> Iterator[None]:
+    """Leaves integers of the host unchecked, as those of a device are, to compute with any."""
+    with without_check_of_integers():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def append_kv(
     strides but those with gaps in the last dimension. seqused_k (batch,): how many keys of each sequence are used.
     `cache_batch_idx` (batch,): sequence b has that row of a cache with any number of rows. `page_table` (batch,
     max_pages): the caches are pages, (num_pages, page_size, heads_kv, …), and position j of sequence b lies in page
-    page_table[b, j // page_size]. All integers are int32, on the device of the caches, and the host reads none of them.
+    page_table[b, j // page_size]. All integers are int32, on the device of the caches.
 
     k (batch, seqlen_new, heads_kv, head_dim) and v (batch, seqlen_new, heads_kv, head_dim_v), or packed with
     `cu_seqlens_k` (batch + 1,): (total, heads_kv, …), where sequence b has the rows cu_seqlens_k[b] … cu_seqlens_k[b +
@@ -64,10 +64,11 @@ def append_kv(
     j is the elements 2j and 2j + 1 (GPT-J), else j and rotary_dim / 2 + j (GPT-NeoX). It is computed in float32
     (float64 for float64) and rounded once, to the same bits on every device.
 
-    Nothing outside the arrays is read or written, whatever the integers say: lengths are clamped to the capacity; keys
-    past it, of a page or row that the cache does not have, or of no sequence are not written; rows at positions past
-    the end of rotary_cos are not rotated; rows of q that belong to no sequence become 0. Positions that two new keys
-    share hold either.
+    In host memory integers are checked: each new key must have a place in the cache. On a GPU the host does not read
+    them, and nothing outside the arrays is read or written, whatever they say: lengths are clamped to the capacity;
+    keys past it, or of a page or row that the cache does not have, are not written.
+    Rows at positions past the end of rotary_cos are not rotated; rows of q that belong to no sequence become 0.
+    Positions that two new keys share hold either.
 
     Raises ProblemError for arguments that do not fit together, for arrays that cannot be written to (JAX's, read-only
     ones) and for caches that are seen to share memory with another argument; UnsupportedError and CompileError as in

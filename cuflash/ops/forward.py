@@ -92,10 +92,13 @@ def forward(
     (batch, seqlen_q, …), of a cache k (batch, capacity, …) or of pages. `page_table` (batch, max_pages): k and v are
     pages, (num_pages, page_size, heads_kv, …), and key j of sequence b lies in page page_table[b, j // page_size].
     `cache_batch_idx` (batch,): sequence b has that row of the cache. `max_seqlen_q`, `max_seqlen_k`: bounds that the
-    caller knows; rows past them count as unused. `diagonal_offset` counts from each sequence's own lengths. Lengths
-    outside the arrays are clamped; keys in pages that do not exist are not seen. Rows that belong to no sequence or are
-    not used have lse -inf and out 0; an `out` that was given keeps what it holds there. lse of packed q is (heads_q,
-    total_q).
+    caller knows; rows past them count as unused. `diagonal_offset` counts from each sequence's own lengths. Rows that
+    belong to no sequence or are not used have lse -inf and out 0; an `out` that was given keeps what it holds there.
+    lse of packed q is (heads_q, total_q).
+
+    In host memory these integers are checked: cu_seqlens begin at 0, never decrease and end within the rows, used
+    lengths have room, and keys that causal and window_size show lie in pages or rows that exist. On a GPU they are not
+    read by the host: lengths outside the arrays are clamped, and keys in pages that do not exist are not seen.
 
     num_splits: how many thread blocks share the keys of a query at most, 0 for a choice by the GPU's size and the
     lengths. More than one do where queries are so few that most of the GPU would idle.

@@ -1,6 +1,6 @@
 """Variable-length sequences: which arrays tell where they lie, and how these fit q, k and v.
 
-The lengths themselves are in the memory of the device. The host never reads them: it knows bounds of them alone.
+The lengths themselves are in the memory of the device. Planning never reads them: it knows bounds of them alone.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def append_kv(problem: Problem, named: Named) -> list[Array]:
     """Writes to k_cache and v_cache of the inputs that are there; returns the rotated q, or nothing without q.
 
     Lengths and places are not trusted, here as on a GPU: a length is clamped to the capacity, and what has no place in
-    the cache is not written. Rows of q that belong to no sequence become 0.
+    the cache is not written; calls check those in host memory before. Rows of q that belong to no sequence become 0.
     """
     k_cache, v_cache, k, v = (named[name] for name in ("k_cache", "v_cache", "k", "v"))
     q = named.get("q")

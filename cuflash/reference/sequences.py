@@ -1,7 +1,7 @@
 """Variable-length sequences: each is a dense problem of its own, whose rows are gathered and put back.
 
 Lengths and places are not trusted, here as on a GPU: a length is clamped to the rows that there are, and keys in a page
-or row of the cache that is not there are not seen.
+or row of the cache that is not there are not seen. Calls check those in host memory before (problem/integers.py).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from ..arrays.library import GpuLibrary, Library, as_4d
 from ..arrays.operands import overlap_error, refuse_to_write, specs_of, views_of
 from ..errors import ProblemError
 from ..problem.array_spec import overlap
+from ..problem.integers import check_integers
 from ..problem.operands import Op
 from ..problem.options import Options
 from ..problem.problem import Problem
@@ -53,6 +54,7 @@ def run(op: Op, library: Library, arrays: tuple[Any, ...], options: Options) -> 
 def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Array | None] = ()) -> list[Array]:
     """Returns the results of a problem, in the caller's rank, of inputs in that rank; writes them to `outs`, too."""
     named = views_of(problem, arrays)
+    check_integers(problem, named)
     results: Sequence[Array]
     # why: rows of it that no sequence uses keep what they hold.
     target = None if problem.seqlen_info is None or problem.seqlen_info.zero_unused_rows else outs[0]

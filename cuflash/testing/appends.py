@@ -37,10 +37,12 @@ def drawn(
     positions: int = 60,
     rotary_dim: int = 0,
     wide: bool = False,
+    first_row: int = 0,
     **flags: Any,
 ) -> Arguments:
     """NumPy arguments of a call, the caches full of NaN. new, queries: rows of each sequence; several numbers: packed.
 
+    first_row: packed rows before the first sequence, 0 to 3; arrays of the host have none.
     Queries are only there if rows are rotated; without a number of their own they are as many as the new keys.
     """
     rng, batch, kind = np.random.default_rng(0), len(lengths), numpy_dtype(dtype)
@@ -59,8 +61,8 @@ def drawn(
 
     def add(names: str, counts: int | tuple[int, ...], heads: int, dims: tuple[int, ...]) -> None:
         rows: tuple[int, ...] = (batch, counts) if isinstance(counts, int) else (sum(counts) + 3,)
-        if not isinstance(counts, int):  # one row before the first sequence, two after the last one
-            arguments[f"cu_seqlens_{names[0]}"] = 1 + np.cumsum([0, *counts], dtype="i4")
+        if not isinstance(counts, int):  # rows before the first sequence, and after the last one
+            arguments[f"cu_seqlens_{names[0]}"] = first_row + np.cumsum([0, *counts], dtype="i4")
         arguments.update(
             {x: rng.standard_normal((*rows, heads, d)).astype(kind) for x, d in zip(names, dims, strict=True)}
         )

@@ -31,7 +31,8 @@ class Sequences:
     """A batch of sequences. place_q: "packed" or "rectangle"; place_k also "cache" (cache_batch_idx) or "paged".
 
     used_q, used_k: whether seqused holds how many rows are used; each sequence then has as many more as spare_q and
-    spare_k say. gaps: packed rows before the first sequence and after the last. bounded: max_seqlen is given, too.
+    spare_k say. gaps: packed rows before the first sequence, of which host arrays may have none, and after the last.
+    bounded: max_seqlen is given, too.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Sequences:
     spare_q: tuple[int, ...] = ()
     spare_k: tuple[int, ...] = ()
     page_size: int = 16
-    gaps: tuple[int, int] = (2, 3)
+    gaps: tuple[int, int] = (0, 3)
     bounded: bool = False
     heads: tuple[int, int] = (4, 2)
     dims: tuple[int, int] = (64, 64)
@@ -390,7 +391,7 @@ def drawn(
         tuple(rng.integers(0, 5, count).tolist()) if used_q else (),
         tuple(rng.integers(0, 5, count).tolist()) if used_k else (),
         page_size,
-        gaps=one_of((0, 0), (1, 0), (3, 5)),
+        gaps=one_of((0, 0), (0, 1), (0, 5)),
         bounded=one_of(True, False),
         heads=(heads_kv * one_of(1, 2, 4), heads_kv),
         dims=one_of(*dims),

@@ -171,6 +171,7 @@ def test_version_3_takes_rows_of_a_table_of_pages(case: Sequences, device: str) 
     assert torch.equal(shuffled, before)
 
 
+@pytest.mark.usefixtures("unchecked_integers")
 def test_a_row_of_a_table_may_serve_several_sequences_and_may_be_missing(device: str) -> None:
     arguments = arguments_for(fa3, varlen_arrays(replace(CASES[4], keys=(40, 40, 40))), device)
     table = arguments.pop("page_table")
@@ -185,3 +186,10 @@ def test_a_row_of_a_table_may_serve_several_sequences_and_may_be_missing(device:
         hidden = [each for each in range(3) if each not in visible]
         assert not out[hidden].any()
         assert (lse[hidden] == -torch.inf).all()
+
+
+def test_a_row_that_a_table_in_host_memory_lacks_is_an_error() -> None:
+    arguments = arguments_for(fa3, varlen_arrays(replace(CASES[4], keys=(40, 40, 40))), "cpu")
+    order = torch.tensor([1, -1, 3], dtype=torch.int32)
+    with pytest.raises(ProblemError, match=r"page_table\[1, 0\] is -1"):
+        fa3.flash_attn_with_kvcache(**arguments, cache_batch_idx=order)

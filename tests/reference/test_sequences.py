@@ -84,6 +84,7 @@ def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out
         assert getattr(blind, name).tolist() == [*packed.queries[0][rows], *packed.queries[2][rows]]
 
 
+@pytest.mark.usefixtures("unchecked_integers")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (7, 1), "softcap": 3.0}], ids=str)
@@ -94,6 +95,7 @@ def test_keys_with_holes_are_those_of_a_dense_problem_whose_other_keys_are_hidde
     check(inputs, *cuflash.forward(**inputs.arguments(), algorithm=algorithm, return_lse=True))
 
 
+@pytest.mark.usefixtures("unchecked_integers")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtype: str) -> None:
     inputs = varlen_arrays(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
@@ -192,6 +194,7 @@ NOTHING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unchecked_integers")
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_million_queries_that_see_nothing_are_one_step_of_a_loop(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,15 @@ def rows(make: Callable[[dict[str, Any]], dict[str, Any]], *table: tuple[str, di
 
 SCALE, CAP = "finite number above 0, or None", "finite number above 0, or 0"
 DTYPES = "float16, bfloat16, float32"
+
+
+@contextmanager
+def refused(error: type[Exception], *texts: str) -> Iterator[None]:
+    """Demands an error whose message holds all of these texts."""
+    with pytest.raises(error) as caught:
+        yield
+    missing = [text for text in texts if text not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 def contents(arguments: Any) -> list[bytes]:
