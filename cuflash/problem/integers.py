@@ -29,26 +29,27 @@ def integer_names(problem: Problem) -> list[str]:
 def check_integers(problem: Problem, arrays: Mapping[str, Any]) -> None:
     """Validates the values of a call's integers, NumPy arrays by name; others among the arrays are not read.
 
-    cu_seqlens begin at 0, never decrease and end within the rows. seqused are lengths that the sequences have room for.
-    Keys that a query may see, and those that `append_kv` writes, lie in pages, or rows of the cache, that exist.
+    cu_seqlens begin at 0, or anywhere beside seqused of that side, never decrease and end within the rows. seqused are
+    lengths that the sequences have room for; of keys that no query or new key needs, they may be anything. Keys that a
+    query may see, and those that `append_kv` writes, lie in pages, or rows of the cache, that exist.
     """
     values = {name: np.asarray(arrays[name], np.int64) for name in integer_names(problem)}
     info = problem.seqlen_info
     if not values or info is None:
         return
     batch, cache = problem.batch, "k"
-    if "cu_seqlens_q" in values:
-        _check_bounds("q", values["cu_seqlens_q"], info.rows_q)
-    if "cu_seqlens_k" in values:
-        _check_bounds("k", values["cu_seqlens_k"], info.rows_k)
+    is_append = problem.op.name == "append_kv"
+    for side, rows in (("q", info.rows_q), ("k", info.rows_k)):
+        if (bounds := values.get(f"cu_seqlens_{side}")) is not None:
+            _check_bounds(side, bounds, rows, may_begin_late=f"seqused_{side}" in values and not is_append)
     queries, keys = (_room(side, batch, rows, values) for side, rows in (("q", info.rows_q), ("k", info.rows_k)))
-    if problem.op.name == "append_kv":
+    if is_append:
         cache, new = "k_cache", keys
         num_pages, page_size = problem.spec(cache).shape[:2]
         room = np.full(batch, _capacity(values, page_size))
-        begins = _used("seqused_k", values["seqused_k"], room)
+        begins = _used("seqused_k", values["seqused_k"], room, queries + new > 0)
         ends = begins + new
-        if (b := _first(ends > room)) is not None:
+        if (b := _first((ends > room) & (new > 0))) is not None:
             raise ProblemError(
                 f"sequence {b} has {begins[b]} used keys and {new[b]} new ones, but its cache has room for {room[b]}; "
                 "give a larger cache or more pages, or fewer new keys"
@@ -57,10 +58,10 @@ def check_integers(problem: Problem, arrays: Mapping[str, Any]) -> None:
         num_pages, page_size = info.batch_k, info.rows_k
         if "page_table" in values:
             keys = np.full(batch, _capacity(values, page_size))
-        queries, keys = (
-            _used(f"seqused_{side}", values[f"seqused_{side}"], room) if f"seqused_{side}" in values else room
-            for side, room in (("q", queries), ("k", keys))
-        )
+        if "seqused_q" in values:
+            queries = _used("seqused_q", values["seqused_q"], queries)
+        if "seqused_k" in values:
+            keys = _used("seqused_k", values["seqused_k"], keys, queries > 0)
         begins, ends = _seen(problem, np.minimum(queries, problem.seqlen_q), np.minimum(keys, problem.seqlen_k))
     _check_places(values, begins, ends, page_size, num_pages, cache)
 
@@ -76,9 +77,9 @@ def _text(values: Values) -> str:
     return f"[{shown}{', …' if len(values) > MAX_SHOWN else ''}]"
 
 
-def _check_bounds(side: str, bounds: Values, rows: int) -> None:
+def _check_bounds(side: str, bounds: Values, rows: int, may_begin_late: bool) -> None:
     name, falls = f"cu_seqlens_{side}", _first(np.diff(bounds) < 0)
-    if bounds[0] != 0:
+    if bounds[0] < 0 or (bounds[0] > 0 and not may_begin_late):
         cause = f"begins with {bounds[0]}, not with 0"
     elif falls is not None:
         cause = f"decreases from {bounds[falls]} to {bounds[falls + 1]} at element {falls + 1}"
@@ -105,9 +106,9 @@ def _capacity(values: Mapping[str, Values], page_size: int) -> int:
     return page_size * (values["page_table"].shape[1] if "page_table" in values else 1)
 
 
-def _used(name: str, used: Values, room: Values) -> Values:
-    """Returns lengths that are in range."""
-    if (b := _first((used < 0) | (used > room))) is not None:
+def _used(name: str, used: Values, room: Values, matters: Values | bool = True) -> Values:
+    """Returns lengths that are in range, where they matter."""
+    if (b := _first(((used < 0) | (used > room)) & matters)) is not None:
         raise ProblemError(f"{name}[{b}] is {used[b]}, but sequence {b} has {room[b]} rows; give 0 to {room[b]}")
     return used
 

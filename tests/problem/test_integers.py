@@ -88,6 +88,8 @@ def test_torch_tensors_on_the_cpu_are_checked(call: Any, wrong: Any, texts: tupl
     (PACKED, {"cu_seqlens_q": [0, 30, 60], "cu_seqlens_k": [0, 0, 64]}),
     (PACKED, {"cu_seqlens_q": [0, 30, 64], "cu_seqlens_k": [0, 20, 64], "seqused_q": [0, 34], "seqused_k": [20, 0]}),
     (PACKED, {"cu_seqlens_q": [0], "cu_seqlens_k": [0]}),
+    (PACKED, {"cu_seqlens_q": [3, 30, 64], "cu_seqlens_k": [0, 20, 64], "seqused_q": [20, 34]}),
+    (PACKED, {"cu_seqlens_q": [0, 64, 64], "cu_seqlens_k": [9, 30, 64], "seqused_k": [20, FAR]}),
     (CACHE, {}), (CACHE, {"seqused_k": [0, 16], "cache_batch_idx": [-1, 3]}),
     (CACHE, {"seqused_q": [0, 3], "cache_batch_idx": [-1, 3]}),
     (PAGES, {}), (PAGES, {"seqused_k": [12, 8], "max_seqlen_k": 8}),
@@ -132,6 +134,7 @@ def test_append_kv_refuses_keys_without_a_place_and_writes_none(call: Any, wrong
 
 @pytest.mark.parametrize(("call", "more"), [
     (APPEND, {}), (APPENDED_PAGES, {"seqused_k": [1, 5]}), (APPENDED_ROWS, {}),
+    (APPENDED_ROWS, {"k": zeros(3), "v": zeros(3), "cu_seqlens_k": [0, 0, 3], "seqused_k": [FAR, 5]}),
     (APPENDED_ROWS, {"k": zeros(3), "v": zeros(3), "cu_seqlens_k": [0, 0, 3], "cache_batch_idx": [-1, 0]}),
 ])  # fmt: skip
 def test_append_kv_takes_keys_that_have_a_place(call: Any, more: Any) -> None:
