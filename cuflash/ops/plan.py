@@ -75,12 +75,12 @@ def plan(
     dropout_seed: Any = None,
     captured_grads: Sequence[Any] | None = None,
 ) -> Plan:
-    """Kernels, tiles, grids and memory of a call; `print` it, or read its fields.
+    """Kernels, tiles, grids and memory of a call; print it, read its fields, compare it, pickle it or copy it.
 
     q, k, v, the arrays that tell lengths and, for forward, out: arrays as in `forward`, whose strides and alignment
     count as they do there; or their shapes as tuples or lists together with `dtype`, that of q ("float16", "bfloat16",
-    "float32", or a dtype object such as numpy.float16), which stand for dense, aligned arrays. So may bias and sinks;
-    functions refer to arrays as they do in calls, and dropout_seed may be left out.
+    "float32", or a dtype object such as numpy.float16), which stand for dense, aligned arrays. So may bias and sinks,
+    in captured_grads too; functions refer to arrays as they do in calls, and dropout_seed may be left out.
     op: "forward", "lse" (without v) or "backward" (plain or `deterministic`). device: "cpu", "cuda:0", or an
     architecture such as "sm_90", which needs no GPU; default: where the arrays are, and for shapes the first GPU, or
     the CPU where there is none. All other arguments are those of `forward`, and captured_grads that of `backward`.
@@ -88,7 +88,9 @@ def plan(
 
     >>> import cuflash
     >>> q, kv = (1, 4096, 32, 128), (1, 4096, 8, 128)
-    >>> print(cuflash.plan(q, kv, kv, dtype="bfloat16", causal=True, device="sm_90"))
+    >>> cuflash.plan(q, kv, kv, dtype="bfloat16", causal=True, device="sm_90")
+    problem    forward of bfloat16
+    lengths    batch 1, seqlen_q 4096, seqlen_k 4096, heads_q 32, heads_kv 8, head_dim 128, head_dim_v 128
     kernel     forward_sm90_bf16_d128_q128_k128_s5
     device     H100
     tile       128 queries x 128 keys, head dims padded to (128, 128), 5 stages, 12 warps
@@ -140,10 +142,13 @@ def plan(
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
     if not (is_plain and is_zero(dropout_p)):
         of_sequences = () if whole is OPS[op] else tuple(varlen_kwargs.values())
-        bias, sinks = (
-            Shaped(_shape(name, x), q_dtype) if q_dtype is not None and isinstance(x, SHAPES) else x
+        shaped = {
+            name: Shaped(_shape(name, x), q_dtype)
             for name, x in (("bias", bias), ("sinks", sinks))
-        )
+            if q_dtype is not None and isinstance(x, SHAPES)
+        }
+        bias, sinks = shaped.get("bias", bias), shaped.get("sinks", sinks)
+        captured_grads = _of_shapes(captured_grads, shaped)
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         call = resolve_mods(op, mod_args, of_sequences, options, captured_grads)
         is_array = dropout_seed is not None and seed_number(dropout_seed) is None
@@ -183,6 +188,18 @@ def _shape(name: str, lengths: Any) -> tuple[int, ...]:
     if not all(is_integer(x) and int(x) >= 0 for x in lengths):
         raise ProblemError(f"{name} has shape {lengths}; give lengths that are integers of 0 and more")
     return tuple(map(int, lengths))
+
+
+def _of_shapes(captured_grads: Any, shaped: dict[str, Shaped]) -> Any:
+    """Returns captured_grads with what stands for the bias or the sinks in place of their shapes, each once."""
+    if not isinstance(captured_grads, SHAPES):
+        return captured_grads
+    rest, arrays = list(shaped.values()), []
+    for x in captured_grads:
+        same = [each for each in rest if isinstance(x, SHAPES) and each.shape == tuple(x)]
+        arrays.append(same[0] if same else x)
+        rest = [each for each in rest if each is not arrays[-1]]
+    return arrays
 
 
 def _spec_like(name: str, x: Any, q: ArraySpec, dtype: str | None) -> ArraySpec:

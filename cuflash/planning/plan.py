@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import units
 from ..errors import UnsupportedError
-from ..problem.problem import Problem
+from ..problem.integers import integer_names
+from ..problem.problem import LENGTHS, Problem
 from .device import Device
 from .mod_code import ModCode
 from .variant import AnyTile, Variant, variant_of
@@ -56,6 +58,10 @@ class Launch(NamedTuple):
     arrivals: int = 0
     aliases: Mapping[str, str] = NOTHING
 
+    # why: the empty mapping of the defaults cannot be pickled.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduced(self)
+
     @property
     def splits_text(self) -> str:
         """A description of how the keys of its query blocks are cut."""
@@ -84,6 +90,10 @@ class Plan(NamedTuple):
     workspace: Mapping[str, Part] = NOTHING
     fallback: str | None = None  # why Hopper's own kernels are not taken on a GPU that has them
     host_kernel: str = ""  # what runs where nothing is launched
+
+    # why: the empty mapping of the defaults cannot be pickled.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduced(self)
 
     @property
     def variant(self) -> Variant | None:
@@ -134,9 +144,17 @@ class Plan(NamedTuple):
             for name, size in mod_code.vector_loaded
         }
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         several = len(self.launches) > 1
-        lines = [f"device     {self.device}"] if several else [f"kernel     {self.kernel}", f"device     {self.device}"]
+        lines = [
+            f"problem    {self.problem.op.name} of {self.problem.dtype}",
+            f"lengths    {_lengths_text(self.problem)}",
+        ]
+        lines += [] if several else [f"kernel     {self.kernel}"]
+        lines.append(f"device     {self.device}")
         for launch in self.launches:
             if several:
                 lines.append(f"kernel     {launch.variant.name}: {launch}")
@@ -160,6 +178,20 @@ class Plan(NamedTuple):
             f"work       {units.work(self.flops)}",
         ]
         return "\n".join(lines)
+
+
+def _lengths_text(problem: Problem) -> str:
+    """Returns the lengths of a problem with their names, so that exchanged axes are seen. What is 0 is not there."""
+    most = "up to " if integer_names(problem) else ""
+    texts = [(name, f"{most if name.startswith('seqlen') else ''}{getattr(problem, name)}") for name in LENGTHS]
+    has_no_axis = ("heads_q", "heads_kv", "head_dim", "head_dim_v")
+    return ", ".join([f"{name} {text}" for name, text in texts if not (text == "0" and name in has_no_axis)])
+
+
+def _reduced(record: Launch | Plan) -> tuple[Any, ...]:
+    """Returns how to make a record again, without fields that hold an empty default."""
+    fields: dict[str, Any] = {name: x for name, x in zip(record._fields, record, strict=True) if x is not NOTHING}
+    return partial(type(record), **fields), ()
 
 
 def make_plan(

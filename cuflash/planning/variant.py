@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 from ..locks import Once
 from ..problem.dtypes import DTYPES
@@ -61,6 +62,10 @@ class Variant:
 
     def __hash__(self) -> int:
         return self._hash
+
+    # why: hashes of strings differ from process to process, and the cached one would go along.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _interned, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def waits(self) -> bool:
@@ -138,6 +143,11 @@ class Variant:
             else:
                 constants["ALGORITHM"] = ALGORITHM_CODES[self.algorithm]
         return constants
+
+
+def _interned(*values: Any) -> Variant:
+    """Returns the variant of a process with these fields."""
+    return variant_of(*values)
 
 
 variant_of = cache(Variant)  # why: a lookup of the same object, whose hash is cached, is faster than a new object

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..mods.graph.graph import CapturedArray, Graph, Node, post_order, variable
+from ..mods.graph.graph import CapturedArray, Graph, Node, node, post_order, variable
 from ..mods.graph.operations import Type
 from ..mods.graph.simplify import build, constant, load, rebuilt
 
@@ -61,6 +61,34 @@ class ModSpec:
     def changes(self) -> bool:
         """True where anything is different from a plain call."""
         return not (self.score is self.mask is None and not (self.has_sinks or self.drops))
+
+    def encoded(self) -> list[Any]:
+        """Returns it as lists of numbers and strings: the nodes, each after its arguments, then the other fields."""
+        roots = self.score, self.mask
+        order = post_order([root for root in roots if root is not None])
+        places = {each: place for place, each in enumerate(order)}
+        nodes = [
+            [each.op, each.type.value, [places[x] for x in each.arguments], each.value, each.range] for each in order
+        ]
+        ends = [None if root is None else places[root] for root in roots]
+        flags = self.has_sinks, self.drops, self.has_block_mask
+        return [nodes, ends, self.arrays, flags, self.digest, self.mask_tile_axes]
+
+    @classmethod
+    def decoded(cls, encoded: list[Any]) -> ModSpec:
+        """Returns the inverse of `encoded`, in any process."""
+        rows, ends, arrays, (has_sinks, drops, has_block_mask), digest, mask_tile_axes = encoded
+        nodes: list[Node] = []
+        for op, type, arguments, value, range in rows:
+            limits = None if range is None else tuple(range)
+            nodes.append(node(op, Type(type), [nodes[place] for place in arguments], value, limits))
+        score, mask = (None if place is None else nodes[place] for place in ends)
+        kinds = tuple(ArrayKind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
+        return cls(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
+
+    # why: a node is interned, and pickle would recurse from each to its arguments.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModSpec.decoded, (self.encoded(),)
 
     @property
     def tiles_are_of_mask(self) -> bool:

@@ -78,6 +78,10 @@ class Op:
     band: Band | None = None
     plain: Op | None = None
 
+    # why: ops are compared as objects, so a copy, of another process too, is the op that calls have.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _op, _arguments(self)
+
     @Once
     def operands(self) -> tuple[Operand, ...]:
         """Inputs, then outputs: the order of pointers everywhere."""
@@ -246,3 +250,30 @@ def merge_op(count: int) -> Op:
     outs = tuple(OUT._replace(name=f"outs[{i}]", strided=False) for i in range(count))
     lses = tuple(LSE._replace(name=f"lses[{i}]") for i in range(count))
     return Op("merge", outs + lses, (OUT, LSE))
+
+
+def _arguments(op: Op) -> tuple[Any, ...]:
+    """Returns the function that gives an op, and its arguments; or the name of a table of ops, and a name in it."""
+    for table, ops in _TABLES.items():
+        if ops.get(op.name) is op:
+            return table, op.name
+    if op.name == "merge":
+        return merge_op, len(op.inputs) // 2
+    if op.band is not None:
+        return banded, op.plain, op.band, op.sizes
+    if op.name == "block_mask":
+        return block_mask_op, op.mod_spec, op.sizes
+    assert op.plain is not None
+    assert op.mod_spec is not None
+    names = [*[f"d{each.name}" for each in op.mod_spec.arrays], "dsinks"]
+    grads = tuple([names.index(each.name) for each in op.outputs[len(op.plain.outputs) :]])
+    return mod_op, op.name, op.plain is VARLEN_OPS[op.name], op.mod_spec, grads, op.sizes
+
+
+def _op(source: Any, *arguments: Any) -> Op:
+    """Returns the op of these `_arguments`."""
+    op: Op = _TABLES[source][arguments[0]] if isinstance(source, str) else source(*arguments)
+    return op
+
+
+_TABLES = {"dense": OPS, "varlen": VARLEN_OPS, "append": {APPEND_KV.name: APPEND_KV}}

@@ -251,9 +251,14 @@ def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_
     op: str, arch: str, dtype: str
 ) -> None:
     plan = make_plan(make_problem(op=op, dtype=dtype, dims=(2, 300, 500, 2, 2)), DEVICES[arch])
-    expected = [f"device     {plan.device}"]
+    dims = "head_dim 64" if op == "lse" else "head_dim 64, head_dim_v 64"
+    expected = [
+        f"problem    {op} of {dtype}",
+        f"lengths    batch 2, seqlen_q 300, seqlen_k 500, heads_q 2, heads_kv 2, {dims}",
+    ]
     if len(plan.launches) == 1:
-        expected.insert(0, f"kernel     {plan.kernel}")
+        expected.append(f"kernel     {plan.kernel}")
+    expected.append(f"device     {plan.device}")
     for launch in plan.launches:
         variant, tile = launch.variant, launch.variant.tile
         text = f"{launch.num_blocks} blocks of {variant.num_threads} threads, {memory(variant.smem_bytes)} of shared "
@@ -272,3 +277,4 @@ def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_
     if op == "backward":
         text = f"gradients {memory(plan.out_bytes)}, workspace {memory(plan.workspace_bytes)}"
     assert str(plan).splitlines() == [*expected, f"memory     {text}", f"work       {work(plan.flops)}"]
+    assert repr(plan) == str(plan)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from ...mods.graph.graph import Node, node, post_order, variable
+from ...mods.graph.graph import Node, post_order, variable
 from ...mods.graph.operations import Type
 from ...mods.graph.simplify import build, constant, rebuilt, transform
-from ...problem.mod_spec import ArrayKind, ModSpec, substituted
+from ...problem.mod_spec import ModSpec, substituted
 from ...problem.operands import MOD_KINDS, SINKS, Operand
 
 
@@ -44,33 +44,14 @@ class Functions:
         return f"<mods {', '.join(name for name, part in parts.items() if part not in (None, False))}>"
 
     def encoded(self) -> list[Any]:
-        """This as lists of numbers and strings: the nodes, each after its arguments, then the other fields."""
-        mod_spec = self.mod_spec
-        roots = [root for root in (mod_spec.score, mod_spec.mask) if root is not None]
-        order = post_order(roots)
-        places = {each: place for place, each in enumerate(order)}
-        nodes = [
-            [each.op, each.type.value, [places[x] for x in each.arguments], each.value, each.range] for each in order
-        ]
-        ends = [None if root is None else places[root] for root in (mod_spec.score, mod_spec.mask)]
-        flags = mod_spec.has_sinks, mod_spec.drops, mod_spec.has_block_mask
-        return [nodes, ends, mod_spec.arrays, flags, mod_spec.digest, mod_spec.mask_tile_axes]
+        """Returns the spec as lists of numbers and strings."""
+        return self.mod_spec.encoded()
 
     @classmethod
     def decoded(cls, encoded: list[Any]) -> Functions:
-        """The inverse of `encoded`."""
-        nodes, ends, arrays, (has_sinks, drops, has_block_mask), digest, mask_tile_axes = encoded
-        functions = _functions_by_digest.get(digest)
-        if functions is not None:
-            return functions
-        decoded: list[Node] = []
-        for op, type, arguments, value, range in nodes:
-            limits = None if range is None else tuple(range)
-            decoded.append(node(op, Type(type), [decoded[place] for place in arguments], value, limits))
-        score, mask = (None if place is None else decoded[place] for place in ends)
-        kinds = tuple(ArrayKind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
-        mod_spec = ModSpec(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
-        return cls.from_spec(mod_spec)
+        """Returns the functions of an encoded spec."""
+        *_, digest, _ = encoded
+        return _functions_by_digest.get(digest) or cls.from_spec(ModSpec.decoded(encoded))
 
 
 # why weak: they live as long as the programs that have them.
