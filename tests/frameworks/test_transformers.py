@@ -223,32 +223,6 @@ def test_models_refuse_as_the_layers_do() -> None:
         model_of("llama", "cuflash")(IDS, output_attentions=True)
 
 
-@pytest.mark.parametrize("family", ["Bloom", "Falcon", "RemBert", "XGLM"])
-def test_models_with_attention_of_their_own_are_refused(family: str) -> None:
-    config = getattr(transformers, f"{family}Config")()
-    config.hidden_size = config.n_head = config.num_hidden_layers = 2
-    model = getattr(transformers, f"{family}Model")
-    with torch.device("meta"), pytest.raises(UnsupportedError, match=rf"{family}Model has attention of its own.*eager"):
-        model._from_config(config, attn_implementation="cuflash")
-
-
-@pytest.mark.parametrize("family", ["Bloom", "Falcon"])
-def test_models_with_attention_of_their_own_are_refused_by_attribute(family: str) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "n_layer": 1, "num_attention_heads": 2}
-    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**sizes, n_head=2)).eval()
-    model(IDS)
-    model.config._attn_implementation = "cuflash"
-    with pytest.raises(UnsupportedError, match=rf"{family}\w+ has attention of its own.*eager"):
-        model(IDS)
-
-
-def test_a_module_that_has_no_class_for_the_name_is_refused() -> None:
-    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
-    config = transformers.SamConfig(vision_config=vision)
-    with torch.device("meta"), pytest.raises(UnsupportedError, match=r"Sam\w+ has attention of its own.*eager"):
-        transformers.SamModel._from_config(config, attn_implementation="cuflash")
-
-
 def test_a_window_of_no_keys_is_none() -> None:
     sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     more = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "intermediate_size": 8}

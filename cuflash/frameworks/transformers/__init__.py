@@ -19,6 +19,12 @@ transformers' own "sdpa" function computes layers that are compiled with a mask 
 model. What neither computes is refused: attention weights, masks of heads, sparse indices, paged caches. transformers 4
 makes masks even if it is given neither `attention_mask` nor a cache: pass a mask of ones there.
 
+Models whose layers do not call a registered function are refused as they are loaded. Of those that take their attention
+from a table of classes, the ones of images (SAM, SAM-HQ, Data2VecVision) run: their class for sdpa does, with cuflash
+in place of PyTorch's function. Falcon asks for the name "sdpa" in its layers, with masks of sdpa to which it adds
+ALiBi: load it with "sdpa". On a GPU `cuflash.frameworks.sdpa.activate()` puts those calls on cuflash that PyTorch's
+fused kernels could take.
+
 Sources: integrations/sdpa_attention.py and masking_utils.py of transformers 5.23 and of 4.53, which is the first
 version in which masks can be registered.
 """

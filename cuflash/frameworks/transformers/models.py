@@ -8,10 +8,13 @@ import re
 import sys
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import generic
 
 from ...errors import UnsupportedError
+from ..torch import attention
 
 NAME = "cuflash"
 EAGER = 'load the model with attn_implementation="eager"'
@@ -60,7 +63,7 @@ def refuse_by_name() -> None:
             # why any argument: models pass the name by position or by keyword, and the keyword differs between them.
             if NAME in (*args, *kwargs.values()):
                 _validate(type(self))
-                _refuse_in_tables(type(self))
+                _enter_into_tables(type(self))
             return original(self, *args, **kwargs)
 
         validated.of_cuflash = True  # type: ignore[attr-defined]
@@ -91,28 +94,99 @@ def _tables_of(model: type) -> dict[str, Any]:
     return {name: table for name, table in code.items() if name.endswith("ATTENTION_CLASSES")}
 
 
-def _refuse_in_tables(model: type) -> None:
-    """Makes modules that take their attention from a table refuse our name, as those of SAM that see the image do.
+def _is_offered(name: str, table: dict[str, Any]) -> bool:
+    """True for a table of attention over images that has a class for sdpa: it asks for no masks, and for no name."""
+    return "VISION" in name and "sdpa" in table
 
-    why not the model: its other modules call functions, or belong to models of the same file that have none of these.
+
+def _enter_into_tables(model: type) -> None:
+    """Enters our name into the tables of a model's file, as SAM and Data2VecVision have them; or a refusal.
+
+    why no refusal of the model: its other modules call functions, or belong to models of the file without a table.
     """
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise _unsupported_attention(model)
 
-    for table in _tables_of(model).values():
-        table.setdefault(NAME, refused)
+    for name, table in _tables_of(model).items():
+        table.setdefault(NAME, _on_cuflash(table["sdpa"]) if _is_offered(name, table) else refused)
+
+
+class _SdpaOnCuflash(TorchFunctionMode):
+    """Inside, PyTorch's scaled_dot_product_attention is computed by cuflash."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_sdpa = function is torch.nn.functional.scaled_dot_product_attention
+        return (_sdpa if is_sdpa else function)(*args, **(kwargs or {}))
+
+
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """PyTorch's function, by its arguments; operands are (batch, heads, seqlen, head_dim), or without batch."""
+    out: torch.Tensor = attention(
+        *(x.transpose(-3, -2) for x in (query, key, value)),
+        softmax_scale=scale,
+        causal=is_causal,
+        diagonal_offset=0 if is_causal else None,
+        bias=attn_mask,
+        dropout_p=dropout_p,
+    )
+    return out.transpose(-3, -2).contiguous()
+
+
+@functools.cache
+def _on_cuflash(sdpa_class: Any) -> Any:
+    """Returns a model's class of attention by sdpa, with cuflash in its place."""
+    signature = inspect.signature(sdpa_class.forward)
+
+    class OnCuflash(sdpa_class):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if signature.bind(self, *args, **kwargs).arguments.get("output_attentions"):
+                raise UnsupportedError(f"output_attentions=True: cuflash never holds the attention weights; {EAGER}")
+            with _SdpaOnCuflash():
+                return super().forward(*args, **kwargs)
+
+        # why: a class that is made here has no name by which pickle, or a spawned process, would find it.
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _empty_on_cuflash, (sdpa_class,), self.__dict__
+
+    return OnCuflash
+
+
+def _empty_on_cuflash(sdpa_class: Any) -> Any:
+    attention_class = _on_cuflash(sdpa_class)
+    return attention_class.__new__(attention_class)
 
 
 def _unsupported_attention(model: type) -> UnsupportedError:
-    return UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {EAGER}")
+    """Returns the error for a model that would not call our function, with an implementation that it has."""
+    module = model.__module__
+    names = (name.lower() for name, x in vars(sys.modules[module]).items() if getattr(x, "__module__", None) == module)
+    if not any("attention" in name or "attn" in name for name in names):
+        return UnsupportedError(
+            f"{model.__name__} has no attention, and so nothing that cuflash computes; load it without "
+            "attn_implementation"
+        )
+    has_sdpa = getattr(model, "_supports_sdpa", False)
+    activated = "cuflash.frameworks.sdpa.activate() puts calls on cuflash that PyTorch's fused kernels could take"
+    way = f"{SDPA}; {activated}" if has_sdpa else EAGER
+    return UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {way}")
 
 
 def _validate(model: type) -> None:
     """Raises UnsupportedError for a model that would not call our function, or would lose its masks."""
     module = sys.modules[model.__module__]
     supports_backend = getattr(model, "_supports_attention_backend", False)
-    has_tables_alone = bool(_tables_of(model)) and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+    is_refused = not all(_is_offered(*each) for each in _tables_of(model).items())
+    has_tables_alone = is_refused and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
     if has_tables_alone or not (supports_backend or getattr(model, "_supports_sdpa", False)):
         raise _unsupported_attention(model)
     try:
