@@ -122,3 +122,14 @@ def test_flops_of_a_checkpoint_are_those_of_one_more_forward(case: str, is_reent
     spared = 2 * 2 * ROWS * HEADS * DIM * DIM if case == "layer" and not is_reentrant else 0
     assert (same, more) == (forward, total + forward - spared)
     assert (forward > 0) == (case in PLAIN)
+
+
+@pytest.mark.parametrize("counts_forward", [False, True])
+@pytest.mark.parametrize("case", ["dense", "packed"])
+def test_a_checkpoint_may_be_recomputed_under_another_mode(case: str, counts_forward: bool) -> None:
+    inputs, function = inputs_of(case)
+    expected = gradients(function, inputs)
+    with FlopCounterMode(display=False) if counts_forward else contextlib.nullcontext():
+        loss = checkpoint(function, *inputs, use_reentrant=False).square().sum()
+    with contextlib.nullcontext() if counts_forward else FlopCounterMode(display=False):
+        assert_equal(torch.autograd.grad(loss, inputs), expected)

@@ -76,8 +76,9 @@ def attend(ops: Ops, is_func: bool, *inputs: Any) -> tuple[torch.Tensor, torch.T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.ops, *tensors = inputs
-    ctx.save_for_backward(*output, *tensors)
+    ctx.ops, q, k, v, *rest = inputs
+    # In the order of `ops.py`: a checkpoint may record one of the two and recompute by the other.
+    ctx.save_for_backward(q, k, v, *output, *rest)
     ctx.set_materialize_grads(False)
 
 
@@ -94,7 +95,7 @@ class _Attention(Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _check_pulled(dout, dlse)
         ops = ctx.ops
-        out, lse, q, k, v, *rest = ctx.saved_tensors  # read once: a checkpoint allows no second time
+        q, k, v, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint allows no second time
         operands = zeros_for_none(dout, out), q, k, v, out, lse, dlse, *rest
         differentiate: Any = _Gradients.apply if _is_watched(operands) else _gradients
         dq, dk, dv, *sums = differentiate(ops, *operands)
