@@ -80,7 +80,8 @@ interrupted, shutdown = threading.Event(), concurrent.futures.ThreadPoolExecutor
 
 def work(*arguments, **keywords):
     print("ready", flush=True)
-    interrupted.wait()
+    while not interrupted.wait(1.0):  # a signal that comes just as a wait begins is seen when it ends
+        pass
 
 def shutdown_now(*arguments, **keywords):
     interrupted.set()

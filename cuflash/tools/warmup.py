@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import product
 from typing import Any
@@ -39,6 +39,7 @@ OPS = ("forward", "lse", "backward", "merge", "append_kv")
 # Which kernel runs may depend on these: the dense calls of programs are among their combinations.
 BATCHES, SEQLENS, HEADS = (1, 16, 128), (1, 128, 1024, 4096, 16384, 65536), ((2, 2), (16, 1), (32, 8))
 COMPILED, THERE, FAILED = "compiled", "there", "failed"
+SIGNAL_SECONDS = 1.0  # after which a wait looks for Ctrl-C
 HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
 
 
@@ -175,14 +176,18 @@ def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict
         task = progress.add_task("", total=len(variants))
         futures = {pool.submit(_compile, variant): variant.name for variant in variants}
         try:
-            for done in as_completed(futures):
-                outcome, text = done.result()
-                counts[outcome] += 1
-                if outcome == FAILED:
-                    errors[text] = None
-                elif not watched:
-                    print(text, file=sys.stderr, flush=True)
-                progress.update(task, advance=1, description=futures[done])
+            pending = set(futures)
+            while pending:
+                # why a limit: Ctrl-C that comes just as a wait without one begins is seen when the wait ends.
+                completed, pending = wait(pending, SIGNAL_SECONDS, FIRST_COMPLETED)
+                for done in completed:
+                    outcome, text = done.result()
+                    counts[outcome] += 1
+                    if outcome == FAILED:
+                        errors[text] = None
+                    elif not watched:
+                        print(text, file=sys.stderr, flush=True)
+                    progress.update(task, advance=1, description=futures[done])
         finally:
             pool.shutdown(cancel_futures=True)  # why: after an interrupt, leaving `with` would compile all the rest
     return counts, errors
