@@ -98,8 +98,19 @@ def test_gradients_flow_where_keys_have_places_of_their_own() -> None:
     assert_results((q, k, v), out, lse, causal=True)
     dout = torch.ones_like(out)
     assert_pulled(torch.autograd.grad(out, (q, k, v), dout), (q, k, v), dout, causal=True)
-    with pytest.raises(UnsupportedError, match=r"cache_batch_idx was given and gradients.*torch.no_grad\(\)"):
-        fa2.flash_attn_with_kvcache(q, k, v, cache_batch_idx=torch.zeros(2, dtype=torch.int32))
+
+
+@BOTH
+@each([CASES[3], CASES[4]])
+def test_cached_keys_refuse_gradients_in_backward_alone(module: Any, case: Sequences, device: str) -> None:
+    inputs = varlen_arrays(case)
+    arguments = arguments_for(module, inputs, device)
+    out, lse, *_ = module.flash_attn_with_kvcache(
+        **arguments | {"q": arguments["q"].requires_grad_()}, return_softmax_lse=True
+    )
+    assert_sequences(inputs, out, lse)
+    with pytest.raises(UnsupportedError, match=r"(page_table|cache_batch_idx) was given, but cached keys have no"):
+        out.sum().backward()
 
 
 def test_schedules_are_made_kept_and_passed_back() -> None:

@@ -101,8 +101,10 @@ def test_of_sequences_of_several_lengths() -> None:
     assert_close(out, expected)
     inputs = q, k, v, slopes
     assert_close(*(torch.autograd.grad(x.sin().sum(), inputs) for x in (out, expected)))
-    with pytest.raises(UnsupportedError, match="page_table was given and gradients are wanted"):
-        attention(q, k[None], v[None], page_table=bounds[:1, None], **_alibi(slopes))
+    cached = attention(q[None], k[None], v[None], page_table=bounds[:1, None], **_alibi(slopes))
+    assert_close(cached[0], attention(q, k, v, **_alibi(slopes)))
+    with pytest.raises(UnsupportedError, match="page_table was given, but cached keys have no gradients"):
+        cached.sum().backward()
 
 
 def test_with_a_block_mask() -> None:

@@ -130,7 +130,7 @@ def test_mapped_over_is_refused_and_beside_a_map_it_works(case: Sequences, devic
     with pytest.raises(UnsupportedError, match=r"(cu_seqlens_q|seqused_k).* under vmap.*further sequences"):
         torch.vmap(lambda x: attention(x, **arguments))(torch.stack([q, q]))
     gradient = torch.func.grad(lambda x: attention(x, **arguments).sum())
-    with pytest.raises(UnsupportedError, match="under vmap" if case.has_gradients else "gradients are wanted"):
+    with pytest.raises(UnsupportedError, match="under vmap"):
         torch.vmap(gradient)(torch.stack([q, q]))
     out = attention(q, **arguments)
     scale = torch.arange(1.0, 3.0, device=device).to(q.dtype)
@@ -139,14 +139,22 @@ def test_mapped_over_is_refused_and_beside_a_map_it_works(case: Sequences, devic
 
 
 @each(CACHED)
-def test_cached_keys_have_no_gradients(case: Sequences, device: str) -> None:
+def test_cached_keys_have_no_gradients_and_say_so_in_backward(case: Sequences, device: str) -> None:
     arguments = arguments_of(varlen_arrays(case).filled(0.0), device, grad=True)
-    name = "page_table" if case is PAGED else "cache_batch_idx"
-    words = rf"{name} was given and gradients are wanted.*torch.no_grad\(\), or gather"
-    with pytest.raises(UnsupportedError, match=words):
-        attention(**arguments)
+    words = "page_table" if case is PAGED else "cache_batch_idx"
+    words += " was given, but cached keys have no gradients.*gather them"
     with torch.no_grad():
-        assert attention(**arguments).grad_fn is None
+        expected = attention(**arguments)
+    assert expected.grad_fn is None
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for function, more in ((attention, {}), (compiled, {}), (attention, {"score_mod": lambda score, *_: score * 2})):
+        out = function(**arguments, **more)
+        assert more or torch.equal(out, expected)
+        with pytest.raises(UnsupportedError, match=words):
+            out.sum().backward()
+    assert all(arguments[each].grad is None for each in "qkv")
+    name = "page_table" if case is PAGED else "cache_batch_idx"
     q = arguments.pop("q").detach()
     arguments |= {name: arguments[name].detach() for name in "kv"}
     with pytest.raises(UnsupportedError, match=name):

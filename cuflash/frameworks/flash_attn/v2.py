@@ -155,7 +155,8 @@ def flash_attn_varlen_func(
     Returns out (total_q, heads_q, head_dim of v), or (out, lse, S_dmask) with `return_attn_probs`: lse is (heads_q,
     total_q) float32, and S_dmask is empty without dropout.
 
-    Raises UnsupportedError for gradients and S_dmask of pages; other errors are those of `cuflash.forward`.
+    Raises UnsupportedError for S_dmask of pages and, in backward, for their gradients; other errors are those of
+    `cuflash.forward`.
     """
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q)
@@ -243,9 +244,10 @@ def flash_attn_with_kvcache(
     Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_softmax_lse`; lse is (batch,
     heads_q, seqlen_q) float32.
 
-    Raises UnsupportedError for cache_leftpad, and for gradients of calls with new keys, of pages or of rows
-    by cache_batch_idx; ProblemError for a rotation without new keys, new keys without `cache_seqlens` or, where it is a
-    number, without room; other errors are those of `cuflash.append_kv` and `cuflash.forward`.
+    Raises UnsupportedError for cache_leftpad, for tensors that require grad in calls with new keys, and in backward of
+    calls over pages or rows by cache_batch_idx; ProblemError for a rotation without new keys, new keys without
+    `cache_seqlens` or, where it is a number, without room; other errors are those of `cuflash.append_kv` and
+    `cuflash.forward`.
 
         flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)    # lengths (batch,)
     """

@@ -29,7 +29,6 @@ from .flex import arguments_of_flex, results_of_flex, wants_lse
 from .mods import check_seed
 from .tensors import autocast, is_autocast, is_functionalizing, is_transformed, is_transforming, refuse_tangents
 from .tensors import check_tensor as check_tensor
-from .varlen import refuse_cached
 
 __all__ = ["attention", "flex_attention", "triangle_attention"]
 
@@ -114,7 +113,8 @@ def attention(
     capture must compile the kernels). Returns out, or (out, lse) with `return_lse`.
 
     Raises ProblemError, UnsupportedError or CompileError as `cuflash.forward` does; second derivatives, forward-mode
-    differentiation, gradients of cached keys and `vmap` over variable-length sequences are an UnsupportedError.
+    differentiation, the backward of calls over cached keys and `vmap` over variable-length sequences are an
+    UnsupportedError.
 
     >>> import torch
     >>> from cuflash.frameworks.torch import attention
@@ -159,8 +159,6 @@ def attention(
     if dropout_seed is not None:
         check_seed(dropout_seed, q)
     is_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if is_grad and varlen_args:
-        refuse_cached(page_table, cache_batch_idx)
     if by_op := _recorded(softmax_scale, softcap, diagonal_offset):
         out, lse = by_op(q, k, v, keywords | dict(zip(VARLEN_ARGS, varlen_args, strict=False)), deterministic)
         return (out, lse) if return_lse else out

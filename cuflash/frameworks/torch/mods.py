@@ -33,7 +33,6 @@ from .tensors import (
     refuse_tangents,
     uncompiled,
 )
-from .varlen import refuse_cached
 
 _NO_OP = (
     "score_mod, mask_mod, block_mask, bias, sinks and dropout_p under {tool}: such calls are not one op that it could "
@@ -73,8 +72,6 @@ def mod_attention(
         with torch.no_grad():  # tensors of masks may require grad, and have none
             out, lse = run(call.op, (q, k, v, *varlen_args, *inputs), options, 2)
             return out, lse
-    if varlen_args:
-        refuse_cached(varlen_args.page_table, varlen_args.cache_batch_idx)
     packed_or_used = varlen_args.packed_or_used if varlen_args else ()
     backward = resolve_mods("backward", mod_args, packed_or_used, options.options, captured_grads=tuple(leaves))
     is_varlen = bool(varlen_args)

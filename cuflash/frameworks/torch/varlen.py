@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ProblemError, UnsupportedError
+from ...errors import ProblemError
 from .tensors import check_tensor
 
 
@@ -34,14 +34,3 @@ def paged_or_packed(
     if seqused_k is None and cu_seqlens_k is not None:
         seqused_k = cu_seqlens_k.diff()
     return {"page_table": page_table, "seqused_k": seqused_k}
-
-
-def refuse_cached(page_table: Any, cache_batch_idx: Any) -> None:
-    """Raises for keys in pages or in rows of a cache, where gradients are wanted."""
-    if page_table is not None or cache_batch_idx is not None:
-        name = "cache_batch_idx" if page_table is None else "page_table"
-        raise UnsupportedError(
-            f"{name} was given and gradients are wanted, but cached keys have none, as several sequences may share "
-            "them; call under torch.no_grad(), or gather the keys into k and v, packed (cu_seqlens_k) or one row of "
-            "the batch for each sequence (seqused_k)"
-        )
