@@ -1,9 +1,10 @@
 """Memory of each GPU that outlives calls: counters of launches, a workspace that launches share, and zeros.
 
 A launch counts the tiles that its blocks have taken, and which block came last. It leaves its counter at zero, so
-launches that follow one another share one: each stream has a counter. A launch that is captured into a graph gets a
-counter that is never given out again, because the graph may later run beside any other work. (It must not run beside a
-clone or a second instance of it: both write the same out.)
+launches that follow one another share one: each stream has a counter. CUDA's per-thread default stream is a stream of
+each thread, all with one handle, so that each thread has a counter for it. A launch that is captured into a graph gets
+a counter that is never given out again, because the graph may later run beside any other work. (It must not run beside
+a clone or a second instance of it: both write the same out.)
 
 A stream that was destroyed leaves its counters behind, which serve no other: its work may still go on. Only an event
 after each launch would show when that ends, which would cost every call, and to wait for the whole GPU would end all
@@ -23,20 +24,23 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 from ..locks import Lock
 from .driver import failure, function, on_device, relaxed_capture, zeroed
 
 DEFAULT_STREAM = 0  # its handle. The driver is not called for it: it is never captured, and each GPU has one
+PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD, the handle of a default stream of each thread
 PAGE = 4096  # counters of 4 bytes that are allocated together
 SCRATCH_BYTES = 4 * 2**20  # as much as decoding needs for 132 SMs at head dim 256, and more
 
 _lock = Lock(reentrant=True)
 _free_counters: dict[tuple[int, int], list[int]] = {}  # by GPU and number of words
-# The stream's unique number and its counter, by GPU, number of words, use and the stream's handle. why the number, too:
-# CUDA gives a handle to a new stream while work of the old one still runs.
-_stream_counters: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+# The stream's unique number and its counter, by GPU, number of words, use, the stream's handle, and the thread where
+# each has a stream of that handle. why the number, too: CUDA gives a handle to a new stream, and the system the number
+# of a thread to a new thread, while work of the old stream still runs.
+_stream_counters: dict[tuple[int, int, int, int, int], tuple[int, int]] = {}
 _scratch: dict[int, int] = {}  # address by number of the GPU, 0 where there was no memory
 
 
@@ -45,12 +49,14 @@ def counter(ordinal: int, stream: int, words: int = 1, use: int = 0) -> int:
 
     use: distinguishes the counters of one launch, which count at the same time.
     """
-    words, number = _rounded(words), 0
+    words, number, thread = _rounded(words), 0, 0
     if stream != DEFAULT_STREAM:
         if _query("cuStreamIsCapturing", stream, ctypes.c_int()):
             return _new_counter(ordinal, words)
         number = _query("cuStreamGetId", stream, ctypes.c_ulonglong())
-    key = ordinal, words, use, stream
+        # why: the threads would take the entry from one another, and get a new counter in each call.
+        thread = get_ident() if stream == PER_THREAD_STREAM else 0
+    key = ordinal, words, use, stream, thread
     entry = _stream_counters.get(key)
     if entry is None or entry[0] != number:
         with _lock:

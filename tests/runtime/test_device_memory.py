@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from libraries import bits, poisoned
+from workers import run_threads
 
 import cuflash
 from cuflash.planning import device
@@ -19,7 +21,10 @@ CAPTURING = 7  # a stream's handle
 
 
 class Driver:
-    """In place of the driver and of CuPy's memory: streams' unique numbers are their handles and `born`."""
+    """In place of the driver and of CuPy's memory: streams' unique numbers are their handles and `born`.
+
+    The number of a thread's default stream is that of its `threads`.
+    """
 
     def __init__(self) -> None:
         self.results: dict[str, int] = {}
@@ -29,6 +34,7 @@ class Driver:
         self.zeroed: list[tuple[int, int, int]] = []
         self.current = 0
         self.born = 1000
+        self.threads = threading.local()
 
     def function(self, name: str, *argtypes: type) -> Any:
         assert set(argtypes) <= {ctypes.c_void_p, ctypes.c_int}
@@ -41,7 +47,9 @@ class Driver:
         return self.results.get("cuStreamIsCapturing", 0)
 
     def get_id(self, stream: int, answer: int) -> int:
-        ctypes.c_ulonglong.from_address(answer).value = stream + self.born
+        of_thread = stream == device_memory.PER_THREAD_STREAM
+        number = getattr(self.threads, "number", 500) if of_thread else stream + self.born
+        ctypes.c_ulonglong.from_address(answer).value = number
         return self.results.get("cuStreamGetId", 0)
 
     def name_error(self, result: int, answer: int) -> int:
@@ -86,6 +94,44 @@ def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(driver: Driver) 
     first = [device_memory.counter(0, stream) for stream in (0, 1, 2, 8)]
     assert len(set(first)) == 4
     assert [device_memory.counter(0, stream) for stream in (0, 1, 2, 8)] == first
+
+
+def test_threads_that_take_turns_on_their_default_streams_keep_a_counter_each(driver: Driver) -> None:
+    turns, counters = threading.Barrier(3), [set[tuple[int, ...]]() for _ in range(3)]
+
+    def work(index: int) -> None:
+        driver.threads.number = 501 + index
+        for _ in range(50):
+            turns.wait()
+            counters[index].add(tuple(device_memory.counter(0, 2, 1, use) for use in (40, 41)))
+
+    run_threads(work, 3)
+    assert [len(of_thread) for of_thread in counters] == [1, 1, 1]
+    assert len({address for (pair,) in counters for address in pair}) == 6  # no two threads, and no two uses, share one
+    assert len(driver.pages) == 1
+    assert len(device_memory._stream_counters) == 6
+
+
+def test_a_new_thread_of_an_old_ones_number_has_a_counter_of_its_own(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "get_ident", lambda: 1234)
+    driver.threads.number = 501
+    old = device_memory.counter(0, 2)
+    driver.threads.number = 502  # the old thread has ended, and its stream may still work
+    new = device_memory.counter(0, 2)
+    assert new != old
+    assert device_memory.counter(0, 2) == new
+    assert len(device_memory._stream_counters) == 1
+
+
+def test_a_per_thread_stream_of_each_gpu_has_a_counter_there(driver: Driver) -> None:
+    driver.threads.number = 501
+    addresses = []
+    for driver.current in (0, 1, 0, 1):
+        addresses.append(device_memory.counter(driver.current, 2))
+    assert addresses[:2] == addresses[2:]
+    assert [gpu for gpu, _ in driver.pages] == [0, 1]
 
 
 def test_what_one_launch_counts_for_two_uses_is_counted_apart(driver: Driver) -> None:
@@ -231,6 +277,29 @@ def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles(cupy: Any) -
                     cuflash.forward(*arrays, causal=True, out=outputs[turn])
         cupy.cuda.Device().synchronize()
         assert all(same(out, expected) for outputs in results for out in outputs)
+
+
+@pytest.mark.gpu
+def test_gpu_threads_on_their_default_streams_keep_their_counters_and_their_tiles(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = counted_arrays()
+    expected = cuflash.forward(*arrays, causal=True)
+    monkeypatch.setattr(device_memory, "_stream_counters", {})
+    new: list[int] = []
+    new_counter = device_memory._new_counter
+    monkeypatch.setattr(device_memory, "_new_counter", lambda *args: new.append(1) or new_counter(*args))
+    results = {number: outs(200) for number in range(2)}
+
+    def work(number: int) -> None:
+        with cupy.cuda.Device(0), cupy.cuda.Stream.ptds:
+            for out in results[number]:
+                cuflash.forward(*arrays, causal=True, out=out)
+
+    run_threads(work, len(results))
+    cupy.cuda.Device().synchronize()
+    assert len(new) == len(results)
+    assert all(same(out, expected) for outputs in results.values() for out in outputs)
 
 
 @pytest.mark.gpu
