@@ -21,7 +21,7 @@ need_checkout("kernels_cu")
 
 # A folder or module of cuflash imports lower layers only, and its own; the longest dotted prefix of a module counts.
 LAYERS = {
-    0: ("errors", "interrupt", "locks", "log", "units"),
+    0: ("errors", "interrupt", "locks", "log", "units", "arrays.__init__", "arrays.packages"),
     1: ("mods.graph",),
     2: ("mods.analysis",),
     3: ("mods.tracing", "mods.codegen"),

@@ -1,8 +1,7 @@
-"""Arrays of JAX, and of unknown libraries that offer DLPack: CuPy or NumPy reads them without a copy."""
+"""Arrays of libraries that offer DLPack, also of unknown ones: CuPy or NumPy reads them without a copy."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,13 @@ import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.array_spec import ArraySpec
-from .cupy import cupy
+from .cupy import library as cupy
 from .library import Library, cupy_module
 from .numpy import NUMPY
 
 
 class DlpackLibrary(Library):
-    """JAX, or an unknown DLPack producer: its arrays are seen as CuPy or NumPy arrays of the same memory."""
+    """A DLPack producer: its arrays are seen as CuPy or NumPy arrays of the same memory, which calls do not change."""
 
     def __init__(self, name: str, from_dlpack: Callable[[Any], Any]) -> None:
         """from_dlpack: how results become arrays of this library, or the identity if it offers no way back."""
@@ -24,11 +23,6 @@ class DlpackLibrary(Library):
         self._from_dlpack = from_dlpack
 
     def on_gpu(self, array: Any, name: str = "the first array") -> bool:
-        if self.name == "jax" and isinstance(array, sys.modules["jax"].core.Tracer):
-            raise UnsupportedError(
-                "a traced JAX array (jit, grad or vmap) has no memory yet; take attention of cuflash.frameworks.jax "
-                "there, or call cuflash outside the transformation"
-            )
         kind = self._kind_of_device(name, array)
         if kind not in (1, 2, 13):  # kDLCPU, kDLCUDA, kDLCUDAManaged
             raise UnsupportedError(
@@ -49,13 +43,6 @@ class DlpackLibrary(Library):
         try:
             dl_device = array.__dlpack_device__()
         except Exception as error:  # why any: nothing is known of who made the array
-            if self.name == "jax":
-                check_alive(name, array)
-                if (count := len(array.sharding.device_set)) > 1:
-                    raise UnsupportedError(
-                        f"{name} lies on {count} devices; take attention of cuflash.frameworks.jax, which splits a "
-                        "call over them, or give an array on one of them (jax.device_put moves it)"
-                    ) from error
             raise _without_device(name, f"raised {error!r}") from error
         try:
             return int(dl_device[0])
@@ -67,7 +54,8 @@ class DlpackLibrary(Library):
         return self._read(cupy_module().from_dlpack, array, name)
 
     def to_numpy(self, array: Any, name: str = "an array") -> np.ndarray[Any, Any]:
-        return np.asarray(array) if self.name == "jax" else self._read(np.from_dlpack, array, name)
+        view: np.ndarray[Any, Any] = self._read(np.from_dlpack, array, name)
+        return view
 
     def _read(self, from_dlpack: Callable[[Any], Any], array: Any, name: str) -> Any:
         try:
@@ -81,19 +69,23 @@ class DlpackLibrary(Library):
             ) from error
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
-        if self.name == "jax":
-            import jax
-
-            return jax.device_put(array, next(iter(like.devices())))
         return self._from_dlpack(array)
 
     def from_cupy(self, array: Any) -> Any:
         """A result as an array of this library, but as a CuPy array for producers that offer no way back."""
-        if self.name == "jax":
-            # why: XLA may reuse the inputs' memory on its own streams as soon as Python drops them.
-            with array.device:  # CuPy has a current stream for each device
-                cupy_module().cuda.get_current_stream().synchronize()
         return self._from_dlpack(array)
+
+    def check_writable(self, name: str, array: Any, otherwise: str = "") -> None:
+        raise ProblemError(
+            f"{name} is a {self.name} array, which cannot be written to here; give a NumPy, CuPy or PyTorch array"
+            f"{otherwise}"
+        )
+
+    def seed(self, number: int, like: Any) -> Any:
+        raise ProblemError(f"dropout_seed={number} with {self.name} arrays; give an array of theirs, one int64")
+
+    def arange(self, count: int, like: Any) -> Any:
+        raise ProblemError(f"q is a {self.name} array; give CuPy, PyTorch, JAX or NumPy arrays")
 
 
 def _without_device(name: str, done: str) -> ProblemError:
@@ -101,9 +93,3 @@ def _without_device(name: str, done: str) -> ProblemError:
         f"{name} does not tell its device: __dlpack_device__ {done}; give an array that returns two integers, the type "
         "and the number of its device, or a CuPy, PyTorch, JAX or NumPy array"
     )
-
-
-def check_alive(name: str, array: Any) -> None:
-    """Raises ProblemError for an array of JAX that has no memory any more."""
-    if array.is_deleted():
-        raise ProblemError(f"{name} was deleted, or donated to a jitted function; give an array that is still there")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from ..errors import ProblemError, UnsupportedError
+from ..errors import ProblemError
 from ..problem.checks import check_alike
 from ..problem.operands import Op
-from .cupy import cupy
 from .dlpack import DlpackLibrary
 from .library import Library
 from .numpy import NUMPY
-from .torch import TorchLibrary
+from .packages import PACKAGES
 
 _libraries: dict[type, Library] = {np.ndarray: NUMPY}
 _singletons: dict[Any, Library] = {"numpy": NUMPY}
@@ -41,34 +41,26 @@ def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
 def library_of(name: str, array: Any) -> Library:
     """The library that an array belongs to; raises ProblemError if it is no array."""
     library = _libraries.get(type(array))
-    if library is None:
-        library = _find(name, array)
-        # why by the type: of others, each array may have another library, or none.
-        if hasattr(type(array), "__dlpack__"):
-            _libraries[type(array)] = library
-    return library
+    return _find(name, array) if library is None else library
 
 
 def _find(name: str, array: Any) -> Library:
     if isinstance(array, type):
         raise ProblemError(f"{name} is the class {array.__name__}, and no array of it; give an array")
-    if _is_instance(array, "numpy.ma", "MaskedArray"):
-        raise ProblemError(f"{name} is a NumPy masked array, whose mask has no meaning here; give a plain array")
-    if isinstance(array, np.ndarray):
-        return NUMPY
-    if _is_instance(array, "torch", "Tensor"):
-        # why: FakeTensor, DTensor, nested and quantised tensors have no memory of their own: data_ptr() is 0.
-        if type(array).__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__:
-            raise UnsupportedError(f"{name} is a torch {type(array).__name__}; give the plain tensor it stands for")
-        return _singleton("torch", TorchLibrary)
-    if _is_instance(array, "cupy", "ndarray"):
-        return _singleton("cupy", cupy)
-    if _is_instance(array, "jax", "Array"):
-        return _singleton("jax", lambda: DlpackLibrary("jax", sys.modules["jax"].dlpack.from_dlpack))
+    for package, array_class in PACKAGES.items():
+        if array_class is not None and _is_instance(array, package, array_class):
+            library = _singleton(package, import_module(f".{package}", __package__).library)
+            library.check_type(name, array)
+            _libraries[type(array)] = library
+            return library
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         # why both: arrays of several kinds that come back as their own may be defined in one module.
         module, from_dlpack = type(array).__module__, _from_dlpack(array)
-        return _singleton((module, from_dlpack), lambda: DlpackLibrary(module.split(".")[0], from_dlpack))
+        library = _singleton((module, from_dlpack), lambda: DlpackLibrary(module.split(".")[0], from_dlpack))
+        # why by the type: of others, each array may have another library, or none.
+        if hasattr(type(array), "__dlpack__"):
+            _libraries[type(array)] = library
+        return library
     raise ProblemError(
         f"{name} is a {type(array).__name__}; give a CuPy, PyTorch, JAX or NumPy array, or one that has __dlpack__"
     )
@@ -85,8 +77,7 @@ def _unchanged(result: Any) -> Any:
 
 
 def _is_instance(array: Any, module: str, name: str) -> bool:
-    # why: an array of a framework exists only if the framework has been imported, so nothing is imported just to look
-    # (numpy.ma alone takes 50 ms).
+    # why: an array of a framework exists only if the framework has been imported, so nothing is imported just to look.
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(array, getattr(loaded, name, ()))
 

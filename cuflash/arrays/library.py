@@ -29,7 +29,7 @@ def element_strides(array: Any) -> tuple[int, ...]:
 
 
 class Library:
-    """Interface of every library; `GpuLibrary` adds that of arrays on a GPU."""
+    """Interface of every library. Arrays on a GPU cross over to CuPy and back, unless it is a `GpuLibrary`."""
 
     name: ClassVar[str]
 
@@ -37,18 +37,39 @@ class Library:
 
     def spec(self, name: str, array: Any) -> ArraySpec: ...
 
+    def check_type(self, name: str, array: Any) -> None:
+        """Raises an error for an array whose class means more than its elements. It is called once for each class."""
+
+    def check_writable(self, name: str, array: Any, otherwise: str = "") -> None:
+        """Raises ProblemError for an array that cannot be written to. otherwise: ends its text."""
+
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """A NumPy view of an array in host memory."""
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
-        """An array of this framework that takes over a NumPy result."""
+        """An array of this framework that takes over a NumPy result, on the device of `like`."""
+
+    def to_cupy(self, array: Any) -> Any:
+        """A CuPy array of the same memory, for whose content CuPy's current stream waits."""
+        raise UnsupportedError(f"{self.name} arrays on a GPU are not supported; move them to the CPU")
+
+    def from_cupy(self, array: Any) -> Any:
+        """A CuPy result as an array of this framework, without a copy."""
+
+    def seed(self, number: int, like: Any) -> Any:
+        """A new array of an int64, or of its halves as uint32, on the device of `like`."""
+        return self.from_numpy(np.array(number, np.int64), like)
+
+    def arange(self, count: int, like: Any) -> Any:
+        """0, 1, … as integers, on the device of `like`."""
+        return self.from_numpy(np.arange(count), like)
 
     def without_values(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A result of a call on the device meta: shape and dtype, and no memory (PyTorch alone has that device)."""
 
 
 class GpuLibrary(Library):
-    """CuPy or torch, whose GPU arrays are given to kernels directly.
+    """A library whose GPU arrays are given to kernels directly. `to_cupy` serves `algorithm="standard"` only.
 
     key: returns all of a call's arrays but their memory, as a value that is cheap to hash; None is no array.
     current_device: returns the number of the GPU on which the framework makes arrays.
@@ -73,12 +94,6 @@ class GpuLibrary(Library):
 
     def copy(self, source: Any, target: Any) -> None:
         """Copies the elements: target[...] = source."""
-
-    def to_cupy(self, array: Any) -> Any:
-        """Returns a CuPy array of the same memory (`algorithm="standard"` only)."""
-
-    def from_cupy(self, array: Any) -> Any:
-        """A CuPy result as an array of this framework, without a copy."""
 
     def cupy_stream(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
         """Inside, the caller's stream is CuPy's current one."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 
+from ..errors import ProblemError
 from ..problem.array_spec import ArraySpec
 from .library import Library, element_strides
 
@@ -19,6 +21,11 @@ class NumpyLibrary(Library):
     def spec(self, name: str, array: Any) -> ArraySpec:
         return ArraySpec(array.shape, element_strides(array), array.dtype.name, "cpu", self.name)
 
+    def check_type(self, name: str, array: Any) -> None:
+        # why by the loaded modules: to import numpy.ma alone takes 50 ms.
+        if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
+            raise ProblemError(f"{name} is a NumPy masked array, whose mask has no meaning here; give a plain array")
+
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
 
@@ -27,3 +34,8 @@ class NumpyLibrary(Library):
 
 
 NUMPY = NumpyLibrary()
+
+
+def library() -> NumpyLibrary:
+    """Returns the only adapter."""
+    return NUMPY

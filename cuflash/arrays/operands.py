@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import ProblemError
 from ..problem.array_spec import ArraySpec
@@ -36,11 +36,3 @@ def overlap_error(name: str, other: str, is_unknown: bool = False) -> ProblemErr
     """Returns the error for an array that is written to and lies where another one does, or may lie there."""
     shares = "has strides for which it takes too long to tell whether it shares" if is_unknown else "shares"
     return ProblemError(f"{name}, which is written to, {shares} memory with {other}; give {name} memory of its own")
-
-
-def refuse_to_write(name: str, library: Library, otherwise: str = "") -> NoReturn:
-    """Raises ProblemError for an array of a library whose arrays do not change. otherwise: ends its text."""
-    raise ProblemError(
-        f"{name} is a {library.name} array, which cannot be written to here; give a NumPy, CuPy or PyTorch array"
-        f"{otherwise}"
-    )

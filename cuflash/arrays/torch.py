@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +83,22 @@ class TorchLibrary(GpuLibrary):
             return partial(self._empty_strided, shape, packed_strides(shape), self._dtypes[dtype])
         return partial(self._torch.empty, shape, dtype=self._dtypes[dtype], device=ordinal)
 
+    def check_type(self, name: str, array: Any) -> None:
+        # why: FakeTensor, DTensor, nested and quantised tensors have no memory of their own: data_ptr() is 0.
+        if type(array).__torch_dispatch__ is not self._torch.Tensor.__torch_dispatch__:
+            raise UnsupportedError(f"{name} is a torch {type(array).__name__}; give the plain tensor it stands for")
+
+    def check_writable(self, name: str, array: Any, otherwise: str = "") -> None:
+        if array.is_neg() and array.numel():
+            raise ProblemError(f"{name} is a view that is yet to be negated, which cannot be written to{otherwise}")
+
+    def seed(self, number: int, like: Any) -> Any:
+        # why full: unlike a copy from the host, it may be a part of a CUDA graph, and nothing waits for it.
+        return self._torch.full((), number, dtype=self._torch.int64, device=like.device)
+
+    def arange(self, count: int, like: Any) -> Any:
+        return self._torch.arange(count, device=like.device)
+
     def with_packed_strides(self, array: Any) -> Any:
         return array.contiguous()
 
@@ -130,6 +146,9 @@ class TorchLibrary(GpuLibrary):
 
     def without_values(self, shape: tuple[int, ...], dtype: str) -> Any:
         return self._torch.empty(shape, dtype=self._dtypes[dtype], device="meta")
+
+
+library = cache(TorchLibrary)
 
 
 def check_dense(name: str, tensor: Any) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
-import numpy as np
-
 from ..arrays.find import library_of
-from ..arrays.library import cupy_module
 from ..errors import ProblemError
 from ..problem.mod_arrays import check_mod_array
 from ..problem.operands import DROPOUT_SEED
@@ -44,18 +41,4 @@ def seed_array(seed: Any, first: Any) -> Any:
         library_of("dropout_seed", seed)
         return seed
     number -= 2**64 * (number >= 2**63)  # why: as int64, of which all libraries have the bits
-    library = library_of("q", first)
-    if library.name == "torch":
-        import torch
-
-        # why full: unlike a copy from the host, it may be a part of a CUDA graph, and nothing waits for it.
-        return torch.full((), number, dtype=torch.int64, device=first.device)
-    if library.name == "cupy":
-        with first.device:
-            return cupy_module().full((), number, np.int64)
-    if library.name == "jax":
-        library.on_gpu(first)  # why: a traced array is refused there
-        return library.from_numpy(np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32), first)
-    if library.name != "numpy":
-        raise ProblemError(f"dropout_seed={number} with {library.name} arrays; give an array of theirs, one int64")
-    return np.array(number, np.int64)
+    return library_of("q", first).seed(number, first)

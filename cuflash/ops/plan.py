@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays.cupy import cupy
-from ..arrays.dlpack import DlpackLibrary
 from ..arrays.find import library_of
 from ..arrays.library import GpuLibrary
 from ..errors import ProblemError, UnsupportedError
@@ -173,11 +171,11 @@ def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
             check_output(name, spec)  # why here: the problem sees the copy
         if spec.last_dim_strided:
             return spec.with_packed_strides(), True
-        if isinstance(library, DlpackLibrary) and library.on_gpu(operand):
-            library, operand = cupy(), library.to_cupy(operand)
-        if not isinstance(library, GpuLibrary) or not library.on_gpu(operand):
+        if not library.on_gpu(operand):
             return spec, True
-        return spec, library.pointers([operand])[0] % 16 == 0
+        if isinstance(library, GpuLibrary):
+            return spec, library.pointers([operand])[0] % 16 == 0
+        return spec, library.to_cupy(operand).data.ptr % 16 == 0
     if dtype is None:
         raise ProblemError(f"{name} is the shape {operand}; give dtype= too, such as dtype='bfloat16'")
     return ArraySpec.contiguous(_shape(name, operand), dtype), True

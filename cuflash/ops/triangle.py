@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ..arrays.find import library_of
-from ..arrays.library import cupy_module
 from ..errors import ProblemError
 from ..problem.dtypes import DTYPES
 from ..problem.options import Array
@@ -111,14 +108,4 @@ def _masked(mask: Any) -> Any:
 
 def _numbers(count: int, like: Any) -> Any:
     """Returns 0, 1, … as integers, of the library and on the device of an array."""
-    library = library_of("q", like)
-    if library.name == "torch":
-        import torch
-
-        return torch.arange(count, device=like.device)
-    if library.name == "cupy":
-        with like.device:
-            return cupy_module().arange(count)
-    if library.name not in ("jax", "numpy"):
-        raise ProblemError(f"q is a {library.name} array; give CuPy, PyTorch, JAX or NumPy arrays")
-    return library.from_numpy(np.arange(count), like)
+    return library_of("q", like).arange(count, like)

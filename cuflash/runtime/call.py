@@ -16,10 +16,9 @@ from threading import get_ident
 from typing import Any
 
 from .. import reference
-from ..arrays.dlpack import DlpackLibrary
 from ..arrays.find import libraries_of
 from ..arrays.library import GpuLibrary, Library, cupy_module
-from ..arrays.operands import overlap_error, refuse_to_write, specs_of, views_of
+from ..arrays.operands import overlap_error, specs_of, views_of
 from ..errors import UnsupportedError
 from ..log import logger
 from ..planning import device
@@ -216,7 +215,7 @@ def run(
     if not on_gpu:
         return cpu.run(op, library, operands, options.options)[:outputs]
     if not isinstance(library, GpuLibrary):
-        return _run_dlpack(op, library, arrays, outs, options)[:outputs]
+        return _run_through_cupy(op, library, arrays, options, outputs, outs)
     # why the thread: a cached call is written to. why not threading.local: it forgets a thread that XLA or autograd
     # began after each call of Python.
     key = get_ident(), op, options, library.key(operands)
@@ -284,18 +283,18 @@ def _launch(loaded_plan: LoadedPlan, library: GpuLibrary, pointers: tuple[int, .
     return loaded_plan.launch((*pointers, *library.pointers([workspace])), stream)
 
 
-def _run_dlpack(
-    op: Op, library: Library, arrays: tuple[Any, ...], outs: tuple[Any, ...], options: OptionsKey
+def _run_through_cupy(
+    op: Op, library: Library, arrays: tuple[Any, ...], options: OptionsKey, outputs: int | None, outs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Returns all results of a call on arrays that cross over to CuPy and back."""
-    assert isinstance(library, DlpackLibrary)
+    """Returns the results of `run`, of arrays that cross over to CuPy and back."""
     for operand, out in zip(op.outputs, outs, strict=False):
         if out is not None:
-            refuse_to_write(operand.name, library, " or None")
-    if op.written:
-        refuse_to_write(op.names[op.written[0]], library)
-    cupy_arrays = tuple(None if x is None else library.to_cupy(x) for x in arrays)
-    return tuple(map(library.from_cupy, run(op, cupy_arrays, options)))
+            library.check_writable(operand.name, out, " or None")
+    for number in op.written:
+        library.check_writable(op.names[number], arrays[number])
+    inputs, targets = (tuple([None if x is None else library.to_cupy(x) for x in each]) for each in (arrays, outs))
+    results = itertools.zip_longest(run(op, inputs, options, outputs, targets), outs)
+    return tuple([library.from_cupy(x) if out is None else out for x, out in results])
 
 
 def _run_standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> tuple[Any, Any]:

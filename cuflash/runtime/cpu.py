@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..arrays.dlpack import DlpackLibrary
-from ..arrays.library import GpuLibrary, Library, as_4d
-from ..arrays.operands import overlap_error, refuse_to_write, specs_of, views_of
+from ..arrays.library import Library, as_4d
+from ..arrays.operands import overlap_error, specs_of, views_of
 from ..errors import ProblemError
 from ..problem.array_spec import overlap
 from ..problem.integers import check_integers
@@ -74,8 +73,7 @@ def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Arr
 
 def _writable(library: Library, name: str, array: Any, otherwise: str = "") -> Array:
     """Returns an array that is written to, as NumPy sees its memory. otherwise: what the caller may do instead."""
-    if isinstance(library, DlpackLibrary):
-        refuse_to_write(name, library, otherwise)
+    library.check_writable(name, array, otherwise)
     target = library.to_numpy(array)
     if not target.flags.writeable:
         raise ProblemError(f"{name} is read-only; give a writable array{otherwise}")
@@ -84,6 +82,4 @@ def _writable(library: Library, name: str, array: Any, otherwise: str = "") -> A
             f"{name} has strides of {target.strides} bytes, no multiples of the {target.itemsize} of an element; give "
             f"an array of whole steps{otherwise}"
         )
-    if isinstance(library, GpuLibrary) and target.size and library.pointers([array]) != [target.ctypes.data]:
-        raise ProblemError(f"{name} is a view that is yet to be negated, which cannot be written to{otherwise}")
     return target

@@ -26,7 +26,7 @@ from jax._src import xla_bridge
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ...arrays.dlpack import check_alive
+from ...arrays.jax import check_alive
 from ...errors import ProblemError, UnsupportedError
 from ...problem.dtypes import DTYPES
 from ...problem.operands import VARLEN_ARGS, Op

@@ -22,6 +22,7 @@ from ...ops.forward import forward
 from ...problem.operands import VARLEN_ARGS, VarlenArgs
 from ...problem.options import DEFAULTS, ROWS, OptionContext, check_flag, check_window
 from .tensors import uncompiled
+from .vmap import in_a_loop, map_attention, map_gradients
 
 BOUNDS, SPLITS = ("max_seqlen_q", "max_seqlen_k"), ("num_splits", "split_size")
 _SEQUENCES = (*VARLEN_ARGS, *BOUNDS, *SPLITS)
@@ -233,13 +234,31 @@ def _register_gradients(custom_op: Any, differentiate: Any, save: Any = None) ->
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)
 
-    for device in ("CPU", "CUDA"):  # before the kernels of register_autograd, which are for all devices
+    for device in ("CPU", "CUDA", "Meta"):  # before the kernels of register_autograd, which are for all devices
         _LIBRARY.impl(op._opname, kernel, f"Autograd{device}", with_keyset=True)
+
+
+def _register_vmap(custom_op: Any, rule: Any, count: int) -> None:
+    """Registers the rule of vmap of an op whose first `count` arguments have an axis to map over."""
+
+    def mapped(info: Any, in_dims: tuple[int | None, ...], *operands: Any) -> Any:
+        op, size = custom_op._opoverload, info.batch_size
+        tensors, arguments = operands[:count], operands[count:]
+        if any(x is not None for x in Arguments(*arguments).varlen_args):
+            results = in_a_loop(op, size, in_dims, operands)
+        else:
+            results = rule(lambda *folded: op(*folded, *arguments), size, in_dims[:count], tensors)
+        return results, (0,) * len(results)
+
+    if hasattr(custom_op, "register_vmap"):  # PyTorch before 2.5 has none, and maps by a loop of its own
+        custom_op.register_vmap(mapped)
 
 
 _LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
 _register_gradients(_attention_op, _differentiate, _save)
 _register_gradients(_backward_op, refuse_twice)
+_register_vmap(_attention_op, map_attention, 3)
+_register_vmap(_backward_op, map_gradients, 7)
 
 
 _APPEND_ARRAYS = ("page_table", "cache_batch_idx", "cu_seqlens_k", "q", "cu_seqlens_q", "rotary_cos", "rotary_sin")

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.packages import PACKAGES
 from ...errors import ProblemError
 from ..graph.graph import CapturedArray, Node
 from ..graph.operations import Type
 from ..graph.simplify import constant
 
-# Functions of these libraries take traced values by name; all others are user functions, and are traced themselves.
-LIBRARIES = frozenset(
-    ("builtins", "cuflash", "cupy", "functools", "jax", "jaxlib", "math", "numpy", "operator", "scipy", "torch")
-)
+# Functions of these, and of array libraries, take traced values by name; all others are user functions, and are traced
+# themselves.
+LIBRARIES = frozenset(("builtins", "cuflash", "functools", "math", "operator", "scipy"))
 
 _TYPES = {
     **dict.fromkeys(("bool", "bool_"), Type.BOOL),
@@ -71,7 +71,8 @@ def located(message: str) -> str:
 
 def is_of_library(module: str | None) -> bool:
     """True if a module, by its name, belongs to Python's standard tools or to an array library."""
-    return module is not None and module.partition(".")[0] in LIBRARIES
+    package = module and module.partition(".")[0]
+    return package in LIBRARIES or package in PACKAGES
 
 
 def is_array(value: Any) -> bool:
