@@ -263,12 +263,45 @@ def test_an_older_pytorch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
         sdpa.activate()
 
 
-def test_it_is_registered_and_without_a_gpu_not_active() -> None:
+def test_without_a_gpu_it_is_active_and_changes_no_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert "cuflash" in torch.nn.attention.list_flash_attention_impls()
-    if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedError, match="sees no GPU"):
-            torch.nn.attention.activate_flash_attention_impl("cuflash")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sdpa, "cupy_module", lambda: pytest.fail("CuPy is not needed without a GPU"))
+    monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: pytest.fail("no op is replaced"))
+    tensors, order = qkv("cpu", torch.float32), torch._C._get_sdp_priority_order()
+    expected = results(tensors)
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "cuflash"):
+            sdpa.activate()
+        assert "PyTorch sees no GPU here" in caplog.text
+        assert torch.nn.attention.current_flash_attention_impl() == "cuflash"
+        assert_equal(results(tensors), expected)
+        assert torch._C._get_sdp_priority_order() == order
+        sdpa.restore()
         assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_calls_without_heads_have_empty_results_and_gradients() -> None:
+    q, k, v = (x[:, :0].detach().requires_grad_() for x in qkv("cpu", torch.float64, seqlen_k=52))
+    mask = torch.zeros(2, 0, 40, 52, dtype=torch.float64, requires_grad=True)
+    packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
+    bounds = [torch.tensor([0, 30, length], dtype=torch.int32) for length in (40, 52)]
+    out = torch.empty_like(packed[0])
+    calls = [
+        (OPS._scaled_dot_product_flash_attention(q, k, v, 0.1, True), (q, k, v), (2, 0, 40)),
+        (OPS._scaled_dot_product_efficient_attention(q, k, v, mask, True), (q, k, v, mask), (2, 0, 64)),
+        (OPS._flash_attention_forward(*packed, *bounds, 30, 30, 0.0, False, False), packed, (0, 40)),
+    ]
+    for (result, lse, *_), inputs, of_lse in calls:
+        assert (result.shape, tuple(lse.shape)) == (inputs[0].shape, of_lse)
+        gradients = torch.autograd.grad(result.sum(), inputs)
+        assert [x.shape for x in gradients] == [x.shape for x in inputs]
+    tensors = *packed, *bounds, 30, 30, 0.0, False, False
+    with torch.no_grad():
+        assert OPS._flash_attention_forward_no_dropout_inplace(out, *tensors).shape == (0, 40)
 
 
 def test_the_flash_and_the_memory_efficient_backend_become_the_first_choices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,6 +375,17 @@ def test_masks_run_here(is_compiled: bool) -> None:
     assert_close(
         function(q, k, v, attn_mask=visible), eager(*by_seqlen(copies[:3]), bias=visible)[0].transpose(1, 2), 2e-2
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_without_heads(has_mask: bool) -> None:
+    q, k, v = tensors = [x[:, :0].detach().requires_grad_() for x in qkv("cuda", torch.bfloat16)]
+    mask = torch.zeros(2, 1, 40, 40, device="cuda", dtype=torch.bfloat16) if has_mask else None
+    out = attend(q, k, v, attn_mask=mask)
+    gradients = torch.autograd.grad(out.sum(), tensors)
+    assert {x.shape for x in (out, *gradients)} == {(2, 0, 40, 64)}
 
 
 @pytest.mark.gpu

@@ -28,10 +28,12 @@ together with dropout are refused.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
+from torch.utils._pytree import tree_map_only
 
 from ...arrays.library import cupy_module
 from ...errors import UnsupportedError
@@ -46,7 +48,7 @@ from .varlen import paged_or_packed
 
 __all__ = ["activate", "restore"]
 
-IMPLEMENTATION = "cuflash"
+IMPLEMENTATION, OPS = "cuflash", torch.ops.aten
 _FORWARD, _BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
 _PACKED, _PACKED_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 _MASKED = "_scaled_dot_product_efficient_attention"
@@ -56,14 +58,20 @@ _IN_PLACE, _QUANTIZED = "_flash_attention_forward_no_dropout_inplace", "_flash_a
 
 
 class Override:
-    """Replaces the ops of PyTorch's flash and memory-efficient backends by cuflash, until `remove` is called."""
+    """Replaces the ops of PyTorch's flash and memory-efficient backends by cuflash, until `remove` is called.
+
+    Replaces nothing for CUDA where PyTorch sees no GPU.
+    """
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
+        self._library: Any = torch.library.Library("aten", "IMPL")
+        self._order: list[int] | None = None
         if dispatch_key == "CUDA":
             if not torch.cuda.is_available():
-                raise UnsupportedError("PyTorch sees no GPU here, and its CPU attention is its own; leave it as it is")
+                logger.info("sdpa: PyTorch sees no GPU here, so all calls stay its own")
+                return
             cupy_module()  # a missing CuPy is reported once here, not by every later call
-        functions = {
+        functions: dict[str, Callable[..., Any]] = {
             _FORWARD: self.forward,
             _BACKWARD: self.backward,
             _MASKED: self.masked,
@@ -75,10 +83,11 @@ class Override:
         }
         functions = {name: function for name, function in functions.items() if _is_there(name)}
         self._kernels = {name: torch.library.get_kernel(f"aten::{name}", dispatch_key) for name in functions}
-        self._library: Any = torch.library.Library("aten", "IMPL")
         for name, function in functions.items():
-            self._library.impl(name, function, dispatch_key, with_keyset=True, allow_override=True)
-        self._order = _prefer_ours() if dispatch_key == "CUDA" else None
+            kernel = _or_empty(name, function)
+            self._library.impl(name, kernel, dispatch_key, with_keyset=True, allow_override=True)
+        if dispatch_key == "CUDA":
+            self._order = _prefer_ours()
 
     def remove(self) -> None:
         """Gives the ops back to PyTorch."""
@@ -189,6 +198,25 @@ class Override:
         return tuple(_strided_like(x, y) for x, y in zip(gradients, (query, key, value), strict=True))
 
 
+def _or_empty(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an op that is `function`, except for calls without heads, which PyTorch takes and cuflash does not.
+
+    Results of these are empty, in the shapes of PyTorch's fake kernel.
+    """
+    axis = 1 if name.startswith("_scaled_dot_product") else -2  # of heads
+
+    def kernel(keyset: Any, *arguments: Any, **more: Any) -> Any:
+        first, *_ = arguments
+        if first.shape[axis]:
+            return function(keyset, *arguments, **more)
+        op, _, overload = name.partition(".")
+        on_meta = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (arguments, more))
+        results = getattr(getattr(OPS, op), overload or "default")(*on_meta[0], **on_meta[1])
+        return tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x, device=first.device), results)
+
+    return kernel
+
+
 def _packed(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -297,7 +325,7 @@ def _dropout_results(state: torch.Tensor, query: torch.Tensor) -> tuple[torch.Te
 def _is_there(name: str) -> bool:
     """True if this PyTorch has an op of this name; older ones lack some."""
     op, _, overload = name.partition(".")
-    return hasattr(getattr(torch.ops.aten, op, None), overload or "default")
+    return hasattr(getattr(OPS, op, None), overload or "default")
 
 
 def _strided_like(result: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
@@ -323,7 +351,8 @@ def activate() -> None:
     The latter take masks, dropout with them, and float32. Limits and rules for NaN are those of `cuflash.forward` and
     `cuflash.backward`; the docstring of this module lists the calls that PyTorch still computes.
 
-    Raises UnsupportedError where PyTorch sees no GPU or is older than 2.10; nothing is changed then.
+    Where PyTorch sees no GPU it changes no call, so that one program runs on any machine. Raises UnsupportedError where
+    PyTorch is older than 2.10, or sees a GPU but CuPy is missing; nothing is changed then.
 
     >>> import torch
     >>> from cuflash.frameworks import sdpa
