@@ -57,6 +57,9 @@ class CupyLibrary(GpuLibrary):
     def copy(self, source: Any, target: Any) -> None:
         target[...] = source
 
+    def read(self, array: Any) -> Any:
+        return array.get()
+
     def to_cupy(self, array: Any) -> Any:
         return array
 

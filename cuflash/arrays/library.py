@@ -95,6 +95,9 @@ class GpuLibrary(Library):
     def copy(self, source: Any, target: Any) -> None:
         """Copies the elements: target[...] = source."""
 
+    def read(self, array: Any) -> np.ndarray[Any, Any]:
+        """Returns a copy of an array in host memory, once the current stream has computed it."""
+
     def cupy_stream(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
         """Inside, the caller's stream is CuPy's current one."""
 

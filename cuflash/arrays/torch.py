@@ -105,6 +105,9 @@ class TorchLibrary(GpuLibrary):
     def copy(self, source: Any, target: Any) -> None:
         target.copy_(source)
 
+    def read(self, array: Any) -> np.ndarray[Any, Any]:
+        return self.to_numpy(array.cpu())
+
     def to_cupy(self, array: Any) -> Any:
         return cupy_module().from_dlpack(array.detach())
 

@@ -8,6 +8,7 @@ from ..problem.operands import APPEND_KV
 from ..problem.options import Array, options_key
 from ..problem.signatures import AppendOptions
 from ..runtime.call import run
+from ..runtime.device_integers import check_on_device
 
 
 @overload
@@ -41,6 +42,7 @@ def append_kv(
     rotary_cos: Any = None,
     rotary_sin: Any = None,
     rotary_interleaved: bool = False,
+    check: bool = False,
 ) -> Array | None:
     """Writes new keys and values, in place, behind those that are used; returns the rotated q, or None without q.
 
@@ -66,7 +68,8 @@ def append_kv(
 
     In host memory integers are checked: each new key must have a place in the cache. On a GPU the host does not read
     them, and nothing outside the arrays is read or written, whatever they say: lengths are clamped to the capacity;
-    keys past it, or of a page or row that the cache does not have, are not written.
+    keys past it, or of a page or row that the cache does not have, are not written. check=True reads them once and
+    checks them before, as in `forward`.
     Rows at positions past the end of rotary_cos are not rotated; rows of q that belong to no sequence become 0.
     Positions that two new keys share hold either.
 
@@ -90,5 +93,7 @@ def append_kv(
     options = options_key(q_same_position=q_same_position, rotary_interleaved=rotary_interleaved)
     arrays = (k_cache, v_cache, k, v, seqused_k, page_table, cache_batch_idx, cu_seqlens_k, q, cu_seqlens_q,
               rotary_cos, rotary_sin)  # fmt: skip
+    if check is not False:
+        check_on_device(APPEND_KV, arrays, options, check)
     results = run(APPEND_KV, arrays, options)
     return results[0] if results else None

@@ -10,6 +10,7 @@ from ..problem.operands import BACKWARD, VARLEN_OPS
 from ..problem.options import Array, WindowSize, is_zero, options_key
 from ..problem.signatures import BackwardOptions
 from ..runtime.call import run
+from ..runtime.device_integers import check_on_device
 from .dropout_seed import check_seed
 from .mods import ModArgs, VarlenInputs, resolve_mods
 
@@ -70,6 +71,7 @@ def backward(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     captured_grads: Sequence[Any] | None = None,
+    check: bool = False,
 ) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, tuple[Any, ...]]:
     """Gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`, with nothing of size seqlen_q x seqlen_k kept.
 
@@ -104,8 +106,9 @@ def backward(
         dq, dk, dv, (dslopes, dsinks) = cuflash.backward(
             dout, q, k, v, out, lse, score_mod=alibi, sinks=sinks, captured_grads=(slopes, sinks))
 
-    Packed and used lengths are those of `forward`; gradients of rows that are not used, or of no sequence, are 0, in
-    `grads_out` too. Keys in pages, and those of `cache_batch_idx`, have no gradients: an UnsupportedError.
+    Packed and used lengths, and check=True, are those of `forward`; gradients of rows that are not used, or of no
+    sequence, are 0, in `grads_out` too. Keys in pages, and those of `cache_batch_idx`, have no gradients: an
+    UnsupportedError.
 
         dqkv = cupy.empty((batch, seqlen, 3, heads, head_dim), q.dtype)
         cuflash.backward(dout, q, k, v, out, lse, grads_out=[dqkv[:, :, i] for i in range(3)])
@@ -147,6 +150,8 @@ def backward(
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(dropout_seed, q))
     elif dropout_seed is not None:
         check_seed(dropout_seed, q)
+    if check is not False:
+        check_on_device(op, (*inputs, *outs), options, check)
     dq, dk, dv, *sums = run(op, inputs, options, None, outs)
     if mod_call is None or captured_grads is None:
         return dq, dk, dv

@@ -8,6 +8,7 @@ from ..problem.operands import FORWARD, VARLEN_OPS, VarlenArgs
 from ..problem.options import Algorithm, Array, OutDtype, WindowSize, check_flag, is_zero, options_key
 from ..problem.signatures import ForwardOptions
 from ..runtime.call import run
+from ..runtime.device_integers import check_on_device
 from .dropout_seed import check_seed
 from .mods import ModArgs, VarlenInputs, resolve_mods
 
@@ -55,6 +56,7 @@ def forward(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
+    check: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Exact attention, `softmax(mask(cap(softmax_scale q kᵀ))) v`, with no seqlen_q x seqlen_k matrix in memory.
 
@@ -96,9 +98,11 @@ def forward(
     belong to no sequence or are not used have lse -inf and out 0; an `out` that was given keeps what it holds there.
     lse of packed q is (heads_q, total_q).
 
-    In host memory these integers are checked: cu_seqlens begin at 0, never decrease and end within the rows, used
-    lengths have room, and keys that causal and window_size show lie in pages or rows that exist. On a GPU they are not
-    read by the host: lengths outside the arrays are clamped, and keys in pages that do not exist are not seen.
+    In host memory these integers are checked: cu_seqlens begin at 0 (beside seqused of that side anywhere), never
+    decrease and end within the rows, used lengths have room, and keys that causal and window_size show lie in pages or
+    rows that exist. On a GPU the host does not read them: lengths outside the arrays are clamped, and keys in pages
+    that do not exist are not seen. check=True reads them once and checks them there, too: it waits for the caller's
+    stream, and is an UnsupportedError while a CUDA graph is captured and for traced arrays.
 
     num_splits: how many thread blocks share the keys of a query at most, 0 for a choice by the GPU's size and the
     lengths. More than one do where queries are so few that most of the GPU would idle.
@@ -165,5 +169,7 @@ def forward(
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(dropout_seed, q))
     elif dropout_seed is not None:
         check_seed(dropout_seed, q)
+    if check is not False:
+        check_on_device(op, (*inputs, *outs), options, check)
     results: tuple[Array, Array] = run(op, inputs, options, outputs, outs)
     return results if return_lse else results[0]

@@ -7,6 +7,7 @@ from typing import Any
 from ..problem.operands import LSE_ONLY, VARLEN_OPS, VarlenArgs
 from ..problem.options import Array, WindowSize, options_key
 from ..runtime.call import run
+from ..runtime.device_integers import check_on_device
 from .mods import ModArgs, VarlenInputs, resolve_mods
 
 
@@ -34,6 +35,7 @@ def lse(
     block_mask: Any = None,
     bias: Any = None,
     sinks: Any = None,
+    check: bool = False,
 ) -> Array:
     """lse (batch, heads_q, seqlen_q) = log sum exp of the visible scores of each query: `forward`'s lse, without v.
 
@@ -68,5 +70,7 @@ def lse(
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks)
         mod_call = resolve_mods("lse", mod_args, varlen_args, options.options)
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(None, q))
+    if check is not False:
+        check_on_device(op, inputs, options, check)
     results: tuple[Array] = run(op, inputs, options)
     return results[0]

@@ -40,6 +40,7 @@ class ForwardOptions(SharedOptions[Any], total=False):
     algorithm: Algorithm
     out: Any
     out_dtype: OutDtype | None
+    check: bool
     num_splits: int
     split_size: int | None
 
@@ -50,6 +51,7 @@ class BackwardOptions(SharedOptions[Any], total=False):
     dlse: Any
     deterministic: bool
     grads_out: Sequence[Any] | None
+    check: bool
 
 
 class AttentionOptions(SharedOptions[Array], total=False):
@@ -58,6 +60,12 @@ class AttentionOptions(SharedOptions[Array], total=False):
     deterministic: bool
     num_splits: int
     split_size: int | None
+
+
+class CheckedOptions(AttentionOptions[Array], total=False):
+    """Keywords of the `attention` of PyTorch but return_lse."""
+
+    check: bool
 
 
 class AppendOptions(TypedDict, total=False):
@@ -71,3 +79,4 @@ class AppendOptions(TypedDict, total=False):
     rotary_cos: Any
     rotary_sin: Any
     rotary_interleaved: bool
+    check: bool

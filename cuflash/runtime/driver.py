@@ -11,6 +11,7 @@ from functools import cache
 Function = Callable[..., int]
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
+CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the legacy default stream while another one is captured
 
 
 @cache
@@ -55,6 +56,13 @@ def on_device(ordinal: int) -> Iterator[None]:
     with Device(ordinal):
         runtime.setDevice(ordinal)  # why: even the runtime's current device may have no context yet
         yield
+
+
+def is_capturing(stream: int) -> bool:
+    """Returns whether a stream is being captured into a CUDA graph, or waits for one that is."""
+    status = ctypes.c_int(0)  # CU_STREAM_CAPTURE_STATUS_NONE
+    result = function("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.addressof(status))
+    return result == CAPTURE_IMPLICIT or status.value != 0
 
 
 def zeroed(size: int) -> int:

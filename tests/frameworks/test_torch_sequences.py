@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import numpy as np
 from libraries import torch_of
+from refusals import refused
 from tensors import (
     arguments_of,
     assert_equal,
@@ -240,3 +241,25 @@ def test_a_cuda_graph_replays_with_other_lengths() -> None:
             arguments[f"cu_seqlens_{side}"].copy_(torch_of(np.array(bounds, np.int32), "cuda"))
         graph.replay()
         assert_equal(captured, attention(**arguments))
+
+
+def test_check_is_refused_where_a_call_is_traced() -> None:
+    q, cu_seqlens = torch.randn(8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)
+
+    def checked(q: Any) -> Any:
+        return attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, check=True)
+
+    text = "check=True reads cu_seqlens_q, cu_seqlens_k"
+    with refused(torch._dynamo.exc.Unsupported, text):
+        torch.compile(checked, backend="eager", fullgraph=True)(q)
+    with refused(UnsupportedError, text):
+        torch.func.grad(lambda q: checked(q).sum())(q)
+    with refused(UnsupportedError, text):
+        torch.fx.experimental.proxy_tensor.make_fx(checked)(q)
+    assert checked(q).shape == q.shape
+
+
+def test_check_is_a_bool() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with refused(ProblemError, "check=1", "give True or False"):
+        attention(q, q, q, check=1)  # type: ignore[arg-type]

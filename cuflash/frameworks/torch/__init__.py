@@ -21,7 +21,7 @@ from ...ops.mods import ModArgs
 from ...ops.triangle import attended
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, VarlenArgs
 from ...problem.options import WindowSize, check_flag, is_zero, options_key
-from ...problem.signatures import AttentionOptions
+from ...problem.signatures import CheckedOptions
 from ...runtime.call import run
 from . import mods, ops
 from .autograd import attend, plain_ops
@@ -29,6 +29,7 @@ from .flex import arguments_of_flex, results_of_flex, wants_lse
 from .mods import check_seed
 from .tensors import autocast, is_autocast, is_functionalizing, is_transformed, is_transforming, refuse_tangents
 from .tensors import check_tensor as check_tensor
+from .varlen import check_values
 
 __all__ = ["attention", "flex_attention", "triangle_attention"]
 
@@ -40,7 +41,7 @@ def attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[AttentionOptions[torch.Tensor]],
+    **options: Unpack[CheckedOptions[torch.Tensor]],
 ) -> torch.Tensor: ...
 @overload
 def attention(
@@ -49,7 +50,7 @@ def attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[AttentionOptions[torch.Tensor]],
+    **options: Unpack[CheckedOptions[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention(
@@ -58,7 +59,7 @@ def attention(
     v: torch.Tensor,
     *,
     return_lse: bool,
-    **options: Unpack[AttentionOptions[torch.Tensor]],
+    **options: Unpack[CheckedOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
@@ -89,6 +90,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
+    check: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cuflash.forward` with gradients, which flow through out and through lse.
 
@@ -101,7 +103,8 @@ def attention(
 
     Variable-length sequences are given as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
     `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.
-    lse of packed q is (heads_q, total_q). `num_splits` and `split_size` are of the forward alone.
+    lse of packed q is (heads_q, total_q). `num_splits` and `split_size` are of the forward alone. `check=True` reads
+    these tensors on a GPU and checks them, as there; it is refused while torch.compile or torch.func traces the call.
 
     score_mod, mask_mod, block_mask, bias, sinks and dropout are those of `cuflash.forward`. Beside q, k and v, the
     bias, the sinks and all tensors of floats that score_mod refers to get gradients if they require them. With
@@ -151,6 +154,8 @@ def attention(
         "split_size": split_size,
         "dropout_p": dropout_p,
     }
+    if check is not False:
+        check_values(check, q, k, v, varlen_args or VarlenArgs(), keywords)
     if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         call = mods.uncompiled_mod_attention if torch.compiler.is_compiling() else mods.mod_attention

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ...errors import ProblemError
-from .tensors import check_tensor
+from ...errors import ProblemError, UnsupportedError
+from ...problem.operands import VARLEN_ARGS, VARLEN_OPS, VarlenArgs
+from ...problem.options import check_flag, options_key
+from ...runtime.device_integers import check_on_device
+from .tensors import check_tensor, is_transformed, is_transforming
 
 
 def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
@@ -16,6 +20,30 @@ def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
         check_tensor(name, tensor)
         if tensor.dtype != torch.int32:
             raise ProblemError(f"{name} has dtype {tensor.dtype}; give torch.int32")
+
+
+def check_values(
+    check: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen_args: VarlenArgs, keywords: dict[str, Any]
+) -> None:
+    """Validates lengths and places of a call if `check` is True; keywords: its options."""
+    if not check_flag("check", check):
+        return
+    operands = (q, k, v, *varlen_args)
+    if torch.compiler.is_compiling() or _is_traced(operands):
+        names = [name for name, x in zip(VARLEN_ARGS, varlen_args, strict=True) if x is not None]
+        raise UnsupportedError(
+            f"check=True reads {', '.join(names)}, whose values torch.compile, traces and torch.func do not give; "
+            "call with check=True outside of them, and leave it out inside"
+        )
+    with torch.no_grad():
+        check_on_device(VARLEN_OPS["forward"], operands, options_key(**keywords), check)
+
+
+def _is_traced(operands: Iterable[Any]) -> bool:
+    """Returns whether a trace or a transform of torch.func is active, or has wrapped an operand."""
+    is_proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    is_tracing = is_proxied or torch._C._is_tracing() or is_transforming()
+    return is_tracing or any(x is not None and is_transformed(x) for x in operands)
 
 
 def paged_or_packed(
