@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from drivers import Array, Gpus, Recorded
 from libraries import memory_of_nan
+from workers import run_threads
 
 import cuflash
 from cuflash.runtime import device_memory
@@ -141,3 +142,23 @@ def test_gpu_calls_that_share_it_do_not_disturb_each_other(cupy: Any) -> None:
         outs = [cuflash.forward(*each) for each in arrays]
         for out, one in zip(outs, expected, strict=True):
             assert (out.view("u2") == one.view("u2")).all()
+
+
+@pytest.mark.gpu
+def test_gpu_threads_on_their_default_streams_share_no_workspace(cupy: Any) -> None:
+    random = cupy.random.RandomState(0)
+    shapes = (1, 1, 8, 64), (1, 4096, 2, 64), (1, 4096, 2, 64)
+    arrays = [[random.standard_normal(shape, "f4").astype("f2") for shape in shapes] for _ in range(2)]
+    expected = [cuflash.forward(*each) for each in arrays]
+    cupy.cuda.Device().synchronize()
+    outs: list[list[Any]] = [[], []]
+
+    def work(index: int) -> None:
+        with cupy.cuda.Device(0), cupy.cuda.Stream.ptds as stream:
+            outs[index] = [cuflash.forward(*arrays[index]) for _ in range(200)]
+            stream.synchronize()
+
+    run_threads(work, 2)
+    for outs_of_thread, out in zip(outs, expected, strict=True):
+        assert len(outs_of_thread) == 200
+        assert all((each.view("u2") == out.view("u2")).all() for each in outs_of_thread)
