@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ flex = pytest.importorskip("torch.nn.attention.flex_attention")
 from eager_torch import assert_close, eager
 from tensors import assert_equal
 from tensors import random_qkv as made_by_seqlen
+from torch.utils.flop_counter import FlopCounterMode
 
 from cuflash.frameworks.torch import attention, flex_attention
 
@@ -147,6 +149,86 @@ def test_lse_as_it_was_asked_for_before() -> None:
     with pytest.raises(UnsupportedError, match="max_scores"):
         flex_attention(q, k, v, return_aux=flex.AuxRequest(max_scores=True))
     assert flex_attention(q, k, v, return_aux=flex.AuxRequest())[1].lse is None
+
+
+ORDERS = [(*order, 3) for order in itertools.permutations(range(3))] + [(3, 0, 1, 2), (0, 1, 3, 2), (0, 3, 2, 1)]
+
+
+def in_order(shape: tuple[int, ...], order: tuple[int, ...], *, grad: bool = False) -> Any:
+    """A random tensor whose axes, from the slowest to the fastest in memory, are these."""
+    dense = torch.randn([shape[axis] for axis in order], dtype=torch.float64)
+    return dense.permute([order.index(axis) for axis in range(4)]).requires_grad_(grad)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("score_mod", [None, alibi])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_out_has_the_strides_of_pytorchs(order: tuple[int, ...], score_mod: Any, grad: bool) -> None:
+    key, value = in_order((2, HEADS, 12, 16), (0, 1, 2, 3)), in_order((2, HEADS, 12, 24), (0, 2, 1, 3))
+    for shape in ((2, HEADS, 9, 16), (2, HEADS, 1, 16), (1, HEADS, 9, 16)):
+        query, k, v = in_order(shape, order, grad=grad), key[: shape[0]], value[: shape[0]]
+        expected = flex.flex_attention(query.detach(), k, v, score_mod)
+        out = flex_attention(query, k, v, score_mod)
+        assert_close(out, expected)
+        assert out.stride() == expected.stride()
+        if grad:
+            gradient = torch.autograd.grad(out.sin().sum(), query)
+            dense = eager(*(x.transpose(1, 2) for x in (query, k, v)), score_mod=score_mod)[0]
+            assert_close(gradient, torch.autograd.grad(dense.sin().sum(), query))
+
+
+@pytest.mark.parametrize("shape", [(2, HEADS, 9, 16), (2, HEADS, 1, 16)])
+@pytest.mark.parametrize("score_mod", [None, alibi])
+def test_a_compiled_out_has_the_strides_of_pytorchs(score_mod: Any, shape: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, backend="aot_eager")
+    for order in ((0, 1, 2, 3), (2, 0, 1, 3), (3, 0, 1, 2)):
+        query, key = in_order(shape, order), in_order((2, HEADS, 12, 16), (0, 1, 2, 3))
+        expected = flex.flex_attention(query, key, key, score_mod)
+        out = compiled(query, key, key, score_mod)
+        assert_close(out, expected)
+        assert out.stride() == expected.stride()
+
+
+def test_expanded_queries_have_the_strides_of_pytorchs() -> None:
+    key, value = in_order((2, HEADS, 12, 16), (0, 1, 2, 3)), in_order((2, HEADS, 12, 24), (0, 1, 2, 3))
+    for shape in ((2, 1, 9, 16), (1, HEADS, 9, 16), (2, HEADS, 1, 16), (1, 1, 1, 16)):
+        query = torch.randn(shape, dtype=torch.float64).expand(2, HEADS, 9, 16)
+        assert flex_attention(query, key, value).stride() == flex.flex_attention(query, key, value).stride()
+
+
+def test_a_call_without_mods_works_under_transforms_in_any_order() -> None:
+    key, value = (in_order((2, HEADS, 12, 16), (0, 1, 2, 3)) for _ in range(2))
+    query = in_order((2, HEADS, 9, 16), (0, 1, 2, 3))
+    expected = flex_attention(query, key, value)
+    mapped = torch.vmap(lambda x: flex_attention(x, key, value))(torch.stack([query, 2 * query]))
+    assert_equal(mapped[0], expected)
+    assert mapped[0].is_contiguous()
+    assert_equal(torch.func.functionalize(flex_attention)(query, key, value), expected)
+    gradient = torch.func.grad(lambda x: flex_attention(x, key, value).sin().sum())(query)
+    leaf = query.clone().requires_grad_()
+    assert_close(gradient, torch.autograd.grad(flex_attention(leaf, key, value).sin().sum(), leaf)[0])
+    with FlopCounterMode(display=False) as counter:
+        assert_equal(flex_attention(query, key, value), expected)
+    assert counter.get_total_flops() == 2 * 2 * HEADS * 9 * 12 * (16 + 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3)], ids=str)
+def test_on_a_gpu_out_is_written_in_its_order(order: tuple[int, ...]) -> None:
+    query, key, value = (in_order((2, HEADS, 200, 64), order).cuda().bfloat16() for _ in range(3))
+    slopes = SLOPES.cuda().float()
+    out = flex_attention(query, key, value, lambda s, b, h, i, j: s + (j - i) * slopes[h])
+    assert out.stride() == query.stride()
+    expected = attention(
+        *(x.transpose(1, 2) for x in (query, key, value)), score_mod=lambda s, b, h, i, j: s + (j - i) * slopes[h]
+    )
+    assert_equal(out, expected.transpose(1, 2))
+    names = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        flex_attention(query, key, value, lambda s, b, h, i, j: s + (j - i) * slopes[h])
+    names = [event.key for event in profile.key_averages()]
+    assert not any("copy" in name.lower() for name in names)
 
 
 def test_a_block_mask_of_cuflash() -> None:

@@ -25,9 +25,17 @@ from ...problem.signatures import CheckedOptions
 from ...runtime.call import run
 from . import mods, ops
 from .autograd import attend, plain_ops
-from .flex import arguments_of_flex, results_of_flex, wants_lse
+from .flex import arguments_of_flex, axes_of_out, ordered, results_of_flex, wants_lse
 from .mods import check_seed
-from .tensors import autocast, is_autocast, is_functionalizing, is_transformed, is_transforming, refuse_tangents
+from .tensors import (
+    autocast,
+    becomes_an_op,
+    is_autocast,
+    is_functionalizing,
+    is_transformed,
+    is_transforming,
+    refuse_tangents,
+)
 from .tensors import check_tensor as check_tensor
 from .varlen import check_values
 
@@ -198,9 +206,10 @@ def flex_attention(
     `cuflash.create_block_mask`, which many calls share. A BlockMask without a mask_mod of its own shows whole blocks.
     kernel_options are hints to PyTorch's own kernels, and without effect here.
 
-    Returns out (batch, heads, seqlen_q, head_dim_v), a view of memory by seqlen; with return_lse (out, lse), and with
-    return_aux=AuxRequest(lse=True) (out, AuxOutput), where lse is a natural logarithm. It needs no torch.compile: a
-    function is traced once and becomes a part of one kernel. Tensors of floats that score_mod refers to get gradients.
+    Returns out (batch, heads, seqlen_q, head_dim_v), whose axes have the order of those of query in memory, except that
+    head_dim_v is always the last. With return_lse it returns (out, lse), and with return_aux=AuxRequest(lse=True) (out,
+    AuxOutput), where lse is a natural logarithm. It needs no torch.compile: a function is traced once and becomes a
+    part of one kernel. Tensors of floats that score_mod refers to get gradients.
 
     Raises ProblemError where PyTorch's raises ValueError, and UnsupportedError for max_scores. Other errors, limits and
     rules for NaN are those of `attention`.
@@ -213,9 +222,29 @@ def flex_attention(
     """
     needs_lse = wants_lse(return_lse, return_aux)
     q, k, v, masks = arguments_of_flex(query, key, value, block_mask, enable_gqa, kernel_options, return_aux)
-    results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=needs_lse, **masks)
-    out, lse = results if needs_lse else (results, None)
-    return results_of_flex(out.transpose(1, 2), lse, return_lse, return_aux)
+    out_axes = axes_of_out(query)
+    is_op = score_mod is None and not masks and bool(_recorded() or becomes_an_op())
+    if out_axes and not is_op:
+        out, lse = _in_order(out_axes, q, k, v, scale, ModArgs(score_mod, **masks))
+    else:
+        results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=needs_lse, **masks)
+        out, lse = results if needs_lse else (results, None)
+        out = ordered(out, out_axes) if out_axes else out  # the op's out has no other order
+    return results_of_flex(out.transpose(1, 2), lse if needs_lse else None, return_lse, return_aux)
+
+
+def _in_order(
+    out_axes: tuple[int, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, mod_args: ModArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) of `attention` with mods, written to memory in which the axes of out have that order."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents(query=q, key=k, value=v)
+    if is_autocast(q):
+        q, k, v = autocast(q, k, v)
+    call = mods.uncompiled_mod_attention if torch.compiler.is_compiling() else mods.mod_attention
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out, lse = call(q, k, v, mod_args, None, {"softmax_scale": scale}, deterministic, (), out_axes)
+    return out, lse
 
 
 def triangle_attention(

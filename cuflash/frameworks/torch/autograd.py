@@ -33,7 +33,8 @@ MAPPED = (
 class Ops:
     """The ops of a call with gradients and their options, without any tensor.
 
-    grads: for each input of mods, the indices of the results after dq, dk and dv whose sum is its gradient.
+    grads: for each input of mods, the indices of the results after dq, dk and dv whose sum is its gradient. out_axes:
+    the axes of out from the slowest to the fastest in memory, () if that is their order.
     """
 
     forward: Op
@@ -43,6 +44,7 @@ class Ops:
     is_varlen: bool
     has_mods: bool = False
     grads: tuple[tuple[int, ...], ...] = ()
+    out_axes: tuple[int, ...] = ()
 
     def split(self, rest: tuple[Any, ...]) -> tuple[VarlenArgs | tuple[()], tuple[Any, ...]]:
         """Splits the inputs after q, k and v into the arrays of lengths and the inputs of mods."""
@@ -69,6 +71,15 @@ def _plain_ops(options: OptionsKey, deterministic: bool, is_varlen: bool) -> Ops
     return Ops(table["forward"], options, table["backward"], options_key(**backward_options._asdict()), is_varlen)
 
 
+def outs_of(out_axes: tuple[int, ...], q: torch.Tensor, k: Any, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the memory for an out whose axes have that order; () for the order of any new tensor."""
+    if not out_axes:
+        return ()
+    shape = *q.shape[:-1], v.shape[-1]
+    dense = torch.empty([shape[axis] for axis in out_axes], dtype=q.dtype, device=q.device)
+    return (dense.permute([out_axes.index(axis) for axis in range(len(shape))]),)
+
+
 def attend(ops: Ops, is_func: bool, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse). is_func: a transform of torch.func is active, or has wrapped an input."""
     out, lse = _Transformed.apply(ops, *inputs) if is_func else _apply(ops, *inputs)
@@ -87,7 +98,8 @@ class _Attention(Function):
 
     @staticmethod
     def forward(ctx: Any, ops: Ops, *tensors: Any) -> Any:
-        results = run(ops.forward, tensors, ops.forward_options, 2)
+        outs = outs_of(ops.out_axes, *tensors[:3]) if ops.out_axes else ()
+        results = run(ops.forward, tensors, ops.forward_options, 2, outs)
         _save(ctx, (ops, *tensors), results)
         return results
 
@@ -119,7 +131,7 @@ class _Transformed(Function):
     def forward(ops: Ops, q: Any, k: Any, v: Any, *rest: Any) -> Any:
         if torch._C._len_torch_dispatch_stack() and not ops.has_mods:
             return by_op(q, k, v, ops.keywords(rest), ops.backward_options.options.deterministic)
-        return run(ops.forward, (q, k, v, *rest), ops.forward_options, 2)
+        return run(ops.forward, (q, k, v, *rest), ops.forward_options, 2, outs_of(ops.out_axes, q, k, v))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -56,6 +56,23 @@ def _log_options(names: str) -> None:
     logger.debug("flex_attention: kernel_options %s are hints to PyTorch's kernels, and without effect here", names)
 
 
+def axes_of_out(query: torch.Tensor) -> tuple[int, ...]:
+    """Returns the axes of out (batch, seqlen_q, heads, head_dim_v) from the slowest to the fastest in memory.
+
+    As in PyTorch, they are those of query, except that the last stays last; () if that is the order of the shape.
+    """
+    strides = query.stride()
+    by_stride = sorted(range(3), key=lambda axis: strides[axis], reverse=True)
+    out_axes = *((0, 2, 1)[axis] for axis in by_stride), 3
+    return () if out_axes == (0, 1, 2, 3) else out_axes
+
+
+def ordered(out: torch.Tensor, out_axes: tuple[int, ...]) -> torch.Tensor:
+    """Returns a copy of out whose axes have that order in memory."""
+    dense = out.permute(out_axes).clone(memory_format=torch.contiguous_format)
+    return dense.permute([out_axes.index(axis) for axis in range(4)])
+
+
 def results_of_flex(out: torch.Tensor, lse: torch.Tensor | None, return_lse: bool, return_aux: Any) -> Any:
     """Returns results in the form of PyTorch's flex_attention."""
     if return_aux is not None:

@@ -20,9 +20,9 @@ from ...ops.mods import ModArgs, ModCall, resolve_mods
 from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
 from ...problem.operands import DROPOUT_SEED, VarlenArgs
-from ...problem.options import options_key
+from ...problem.options import is_zero, options_key
 from ...runtime.call import run
-from .autograd import MAPPED, Ops, attend, plain_ops
+from .autograd import MAPPED, Ops, attend, outs_of, plain_ops
 from .tensors import (
     check_tensor,
     is_autocast,
@@ -50,8 +50,12 @@ def mod_attention(
     keywords: dict[str, Any],
     deterministic: bool,
     varlen_args: VarlenArgs | tuple[()],
+    out_axes: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of a call on validated tensors. keywords: the options of the forward."""
+    """Returns (out, lse) of a call on validated tensors.
+
+    keywords: the options of the forward. out_axes: as in `Ops`.
+    """
     options = options_key(**keywords)
     mod_args = _checked(mod_args, q)
     _refuse_recording(q)
@@ -70,14 +74,15 @@ def mod_attention(
     leaves = _leaves(mod_args, is_func) if is_grad or is_func else []
     if not (is_func or leaves or (is_grad and (q.requires_grad or k.requires_grad or v.requires_grad))):
         with torch.no_grad():  # tensors of masks may require grad, and have none
-            out, lse = run(call.op, (q, k, v, *varlen_args, *inputs), options, 2)
+            out, lse = run(call.op, (q, k, v, *varlen_args, *inputs), options, 2, outs_of(out_axes, q, k, v))
             return out, lse
     packed_or_used = varlen_args.packed_or_used if varlen_args else ()
     backward = resolve_mods("backward", mod_args, packed_or_used, options.options, captured_grads=tuple(leaves))
     is_varlen = bool(varlen_args)
     backward_options = plain_ops(options, deterministic, is_varlen).backward_options
     grads = _groups(inputs, leaves, backward)
-    ops = Ops(call.op, options, backward.op, backward_options, is_varlen, has_mods=True, grads=grads)
+    has_mods = any(x is not None for x in mod_args[:-1]) or not is_zero(mod_args.dropout_p)
+    ops = Ops(call.op, options, backward.op, backward_options, is_varlen, has_mods, grads, out_axes)
     return attend(ops, is_func, q, k, v, *varlen_args, *inputs)
 
 
