@@ -38,6 +38,10 @@ NUMBER_KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # Numb
 SINKS = "dsinks"
 
 
+class NotDeterministicError(UnsupportedError):
+    """The gradient of a captured array is too large to be summed in a fixed order; in any order it can be."""
+
+
 class Term(NamedTuple):
     """The gradient of scores by one load, and the load's indices: the name of one of BIAS_AXES, a constant, or None.
 
@@ -238,7 +242,7 @@ class _CapturedGradients:
         lacks_room = bool(extents) and (room < 1 or (not affine and blocks * parts < resident // 4 and parts >= room))
         atomic = lacks_room and not problem.options.deterministic
         if extents and room < 1 and not atomic:
-            raise UnsupportedError(
+            raise NotDeterministicError(
                 f"deterministic=True, but the sums of {name} take {FLOAT_BYTES * size * tables_each} bytes, which is "
                 f"over {MOST_TABLE_BYTES}; pass deterministic=False, or a smaller array"
             )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ torch = pytest.importorskip("torch")
 from eager_torch import assert_close, eager
 from tensors import assert_equal, loss, random_qkv, with_lse
 
-from cuflash.frameworks.torch import attention
+from cuflash.frameworks.torch import attention, autograd
+from cuflash.planning import captured_gradients
+from cuflash.planning.captured_gradients import NotDeterministicError
+from cuflash.runtime import call
 
 HEADS, ROWS, KEYS = 4, 9, 12  # of `random_qkv`
 
@@ -255,6 +259,70 @@ def test_a_seed_is_judged_also_where_nothing_is_dropped(device: str) -> None:
         compiled = torch.compile(lambda q, seed: attention(q, k, v, dropout_seed=seed), fullgraph=True, backend="eager")
         assert torch.equal(compiled(q, seed), attention(q, k, v))
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def algorithms() -> Iterator[Any]:
+    """PyTorch's switch for deterministic algorithms, which is off again afterwards."""
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+def test_sums_without_a_fixed_order_warn_if_pytorch_is_to_warn(
+    algorithms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU refuses some deterministic gradients; here, a backward that refuses all stands for it."""
+    requested: list[bool] = []
+
+    def run(op: Any, arrays: Any, options: Any, *rest: Any) -> Any:
+        if "dq" in op.names:
+            requested.append(options.options.deterministic)
+            if options.options.deterministic:
+                raise NotDeterministicError("deterministic=True, but the sums are too large")
+        return call.run(op, arrays, options, *rest)
+
+    monkeypatch.setattr(autograd, "run", run)
+    tensors, table = random_qkv("cpu"), parameter("cpu", HEADS, 7)
+
+    def gradient(**options: Any) -> Any:
+        requested.clear()
+        return torch.autograd.grad(attention(*tensors, **_table(table), **options).sum(), table)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = gradient()
+        assert requested == [False]
+        algorithms(True)
+        with pytest.raises(UnsupportedError, match="sums are too large"):
+            gradient()
+    algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="not deterministic here, though .*the sums are too large"):
+        assert_equal(gradient(), expected)
+    assert requested == [True, False]
+    with pytest.raises(UnsupportedError, match="sums are too large"):
+        gradient(deterministic=True)
+
+
+@pytest.mark.gpu
+def test_a_table_too_large_for_a_fixed_order_warns_on_a_gpu(algorithms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_gradients, "MOST_TABLE_BYTES", 64)
+    tensors, table = random_qkv("cuda", dim=32), parameter("cuda", HEADS, 23)
+    kwargs = {"score_mod": lambda s, b, h, i, j: s + table[h, j - i + 8]}
+
+    def gradient() -> Any:
+        return torch.autograd.grad(attention(*tensors, **kwargs).sin().sum(), table)[0]
+
+    algorithms(True)
+    with pytest.raises(UnsupportedError, match="deterministic=True, but the sums"):
+        gradient()
+    algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="not deterministic here"):
+        result = gradient()
+    copies = [x.detach().cpu() for x in tensors]
+    beside = table.detach().cpu().requires_grad_()
+    kwargs = {"score_mod": lambda s, b, h, i, j: s + beside[h, j - i + 8]}
+    expected = torch.autograd.grad(attention(*copies, **kwargs).sin().sum(), beside)[0]
+    assert_close(result, expected)
 
 
 class Model(torch.nn.Module):

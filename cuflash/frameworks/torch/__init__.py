@@ -106,8 +106,9 @@ def attention(
     head_dim_v), or without batch, or without batch and heads; any strides. Arguments, results and errors are those of
     `cuflash.forward`, and so are limits and rules for NaN; those of gradients are in `cuflash.backward`.
     `deterministic=True` asks for bitwise repeatable gradients. Under autocast floating-point inputs are cast to its
-    dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured. Tensors on the CPU take
-    the NumPy path. Those on the device meta are validated, and results and gradients have shapes there.
+    dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured; with warn_only=True, the
+    gradient of a captured array that is too large for sums in a fixed order is computed with a warning. Tensors on the
+    CPU take the NumPy path. Those on the device meta are validated, and results and gradients have shapes there.
 
     Variable-length sequences are given as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
     `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.
@@ -149,7 +150,8 @@ def attention(
         for name, tensor in zip(VARLEN_ARGS, varlen_args, strict=True):
             if tensor is not None:
                 check_tensor(name, tensor)
-    deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+    is_required = bool(deterministic)
+    deterministic = is_required or torch.are_deterministic_algorithms_enabled()
     keywords: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "causal": causal,
@@ -167,7 +169,7 @@ def attention(
     if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         call = mods.uncompiled_mod_attention if torch.compiler.is_compiling() else mods.mod_attention
-        out, lse = call(q, k, v, mod_args, dropout_seed, keywords, deterministic, varlen_args)
+        out, lse = call(q, k, v, mod_args, dropout_seed, keywords, is_required, varlen_args)
         return (out, lse) if return_lse else out
     if dropout_seed is not None:
         check_seed(dropout_seed, q)
@@ -242,8 +244,7 @@ def _in_order(
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
     call = mods.uncompiled_mod_attention if torch.compiler.is_compiling() else mods.mod_attention
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse = call(q, k, v, mod_args, None, {"softmax_scale": scale}, deterministic, (), out_axes)
+    out, lse = call(q, k, v, mod_args, None, {"softmax_scale": scale}, False, (), out_axes)
     return out, lse
 
 

@@ -7,6 +7,7 @@ sequences, and the inputs of mods. All tensors are saved as autograd's saved ten
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.autograd import Function, forward_ad
 
 from ...errors import UnsupportedError
 from ...ops.backward import cached_keys_error
+from ...planning.captured_gradients import NotDeterministicError
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, Op, VarlenArgs
 from ...problem.options import MAX_KEYS, OptionsKey, options_key
 from ...runtime.call import run
@@ -34,7 +36,8 @@ class Ops:
     """The ops of a call with gradients and their options, without any tensor.
 
     grads: for each input of mods, the indices of the results after dq, dk and dv whose sum is its gradient. out_axes:
-    the axes of out from the slowest to the fastest in memory, () if that is their order.
+    the axes of out from the slowest to the fastest in memory, () if that is their order. must_repeat: the caller
+    requires deterministic gradients, beside PyTorch's setting, which may ask for a warning instead.
     """
 
     forward: Op
@@ -45,6 +48,7 @@ class Ops:
     has_mods: bool = False
     grads: tuple[tuple[int, ...], ...] = ()
     out_axes: tuple[int, ...] = ()
+    must_repeat: bool = False
 
     def split(self, rest: tuple[Any, ...]) -> tuple[VarlenArgs | tuple[()], tuple[Any, ...]]:
         """Splits the inputs after q, k and v into the arrays of lengths and the inputs of mods."""
@@ -155,7 +159,19 @@ def _gradients(ops: Ops, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, 
         if varlen_args.page_table is not None or varlen_args.cache_batch_idx is not None:
             raise cached_keys_error(varlen_args.page_table)
         lengths = varlen_args.packed_or_used
-    results = run(ops.backward, (q, k, v, dout, out, lse, dlse, *lengths, *mod_inputs), ops.backward_options)
+    inputs = q, k, v, dout, out, lse, dlse, *lengths, *mod_inputs
+    try:
+        results = run(ops.backward, inputs, ops.backward_options)
+    except NotDeterministicError as error:
+        if ops.must_repeat or not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise
+        warnings.warn(
+            "the gradients of cuflash.frameworks.torch.attention are not deterministic here, though "
+            f"torch.use_deterministic_algorithms(True, warn_only=True) is set: {error}",
+            stacklevel=2,
+        )
+        options = ops.backward_options.options._replace(deterministic=False)
+        results = run(ops.backward, inputs, options_key(**options._asdict()))
     if not ops.grads:
         return results
     dq, dk, dv, *terms = results

@@ -54,7 +54,8 @@ def mod_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a call on validated tensors.
 
-    keywords: the options of the forward. out_axes: as in `Ops`.
+    keywords: the options of the forward. deterministic: required by the caller, whatever PyTorch's setting is.
+    out_axes: as in `Ops`.
     """
     options = options_key(**keywords)
     mod_args = _checked(mod_args, q)
@@ -79,10 +80,11 @@ def mod_attention(
     packed_or_used = varlen_args.packed_or_used if varlen_args else ()
     backward = resolve_mods("backward", mod_args, packed_or_used, options.options, captured_grads=tuple(leaves))
     is_varlen = bool(varlen_args)
-    backward_options = plain_ops(options, deterministic, is_varlen).backward_options
+    is_set = deterministic or torch.are_deterministic_algorithms_enabled()
+    backward_options = plain_ops(options, is_set, is_varlen).backward_options
     grads = _groups(inputs, leaves, backward)
     has_mods = any(x is not None for x in mod_args[:-1]) or not is_zero(mod_args.dropout_p)
-    ops = Ops(call.op, options, backward.op, backward_options, is_varlen, has_mods, grads, out_axes)
+    ops = Ops(call.op, options, backward.op, backward_options, is_varlen, has_mods, grads, out_axes, deterministic)
     return attend(ops, is_func, q, k, v, *varlen_args, *inputs)
 
 
