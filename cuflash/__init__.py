@@ -6,6 +6,8 @@ Example::
     out = cuflash.forward(q, k, v, score_mod=cuflash.mods.alibi(heads))    # or scores and masks of your own
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import interrupt as interrupt  # why first: Ctrl-C may come while the rest is imported
 from . import mods as mods  # why: cuflash.mods is for users, and the other packages are not
 from .errors import CompileError, ProblemError, UnsupportedError
@@ -17,6 +19,7 @@ from .ops.lse import lse
 from .ops.merge import merge_states
 from .ops.plan import plan
 from .ops.triangle import triangle_attention
+from .problem.foreign import no_attribute
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +36,12 @@ __all__ = [
     "plan",
     "triangle_attention",
 ]
+
+
+if not TYPE_CHECKING:  # why: a type checker would take any attribute
+
+    def __getattr__(name: str) -> Any:
+        raise no_attribute(name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,20 @@
-"""Sizes of memory and amounts of work in words."""
+"""Sizes of memory, amounts of work and kinds of things in words."""
 
 from __future__ import annotations
+
+import re
+
+
+def kind_of(value: object) -> str:
+    """Returns the name of a value's type with its article: "a tuple", "an int", "an ndarray"."""
+    return with_article(value.__class__.__name__)  # why not type(): a stand-in has the class of its object
+
+
+def with_article(noun: object) -> str:
+    """Returns a noun with its article by how it sounds: "a list", "an int", "an ndarray", "a uint8"."""
+    text = str(noun)
+    is_vowel = re.match(r"(?!uint|uni|us|uuid|one)[aeiou]|nd", text, re.IGNORECASE)
+    return f"{'an' if is_vowel else 'a'} {text}"
 
 
 def memory(num_bytes: float) -> str:

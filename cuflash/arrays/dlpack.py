@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.array_spec import ArraySpec
+from ..units import with_article
 from .cupy import library as cupy
 from .library import Library, cupy_module
 from .numpy import NUMPY
@@ -26,8 +27,8 @@ class DlpackLibrary(Library):
         kind = self._kind_of_device(name, array)
         if kind not in (1, 2, 13):  # kDLCPU, kDLCUDA, kDLCUDAManaged
             raise UnsupportedError(
-                f"{name} is a {self.name} array of DLPack device type {kind}, which is not supported; move it to cuda "
-                "or cpu"
+                f"{name} is {with_article(self.name)} array of DLPack device type {kind}, which is not supported; move "
+                "it to cuda or cpu"
             )
         return kind != 1
 
@@ -64,8 +65,8 @@ class DlpackLibrary(Library):
             # why any of these: libraries differ in what they raise for dtypes, bytes in another order, and devices.
             dtype = f" of {array.dtype}" if hasattr(array, "dtype") else ""
             raise UnsupportedError(
-                f"{name} is a {self.name} array{dtype} that cannot be read through DLPack ({error}); give float16, "
-                "float32 or float64 in the machine's order of bytes, or a CuPy, PyTorch, JAX or NumPy array"
+                f"{name} is {with_article(self.name)} array{dtype} that cannot be read through DLPack ({error}); give "
+                "float16, float32 or float64 in the machine's order of bytes, or a CuPy, PyTorch, JAX or NumPy array"
             ) from error
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
@@ -77,7 +78,7 @@ class DlpackLibrary(Library):
 
     def check_writable(self, name: str, array: Any, otherwise: str = "") -> None:
         raise ProblemError(
-            f"{name} is a {self.name} array, which cannot be written to here; give a NumPy, CuPy or PyTorch array"
+            f"{name} is {with_article(self.name)} array, which cannot be written to here; give a NumPy, CuPy or PyTorch array"
             f"{otherwise}"
         )
 
@@ -85,7 +86,7 @@ class DlpackLibrary(Library):
         raise ProblemError(f"dropout_seed={number} with {self.name} arrays; give an array of theirs, one int64")
 
     def arange(self, count: int, like: Any) -> Any:
-        raise ProblemError(f"q is a {self.name} array; give CuPy, PyTorch, JAX or NumPy arrays")
+        raise ProblemError(f"q is {with_article(self.name)} array; give CuPy, PyTorch, JAX or NumPy arrays")
 
 
 def _without_device(name: str, done: str) -> ProblemError:

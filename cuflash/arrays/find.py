@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import ProblemError
 from ..problem.checks import check_alike
 from ..problem.operands import Op
+from ..units import kind_of
 from .dlpack import DlpackLibrary
 from .library import Library
 from .numpy import NUMPY
@@ -62,7 +63,7 @@ def _find(name: str, array: Any) -> Library:
             _libraries[type(array)] = library
         return library
     raise ProblemError(
-        f"{name} is a {type(array).__name__}; give a CuPy, PyTorch, JAX or NumPy array, or one that has __dlpack__"
+        f"{name} is {kind_of(array)}; give a CuPy, PyTorch, JAX or NumPy array, or one that has __dlpack__"
     )
 
 

@@ -8,7 +8,7 @@ from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
 from .operands import INTEGERS, Op
-from .seqlen_info import CACHE, PACKED, PAGES, VARLEN_LAYOUTS, rank_of
+from .seqlen_info import CACHE, PACKED, PAGES, VARLEN_LAYOUTS, packed_hint, rank_of
 
 NEW = "(batch, seqlen, heads, head_dim)"
 _FLOATS = ("k_cache", "v_cache", "k", "v", "q")
@@ -67,7 +67,10 @@ def _check_ranks(named: Named) -> None:
         else:
             layout = _LAYOUTS[name]
         if len(spec.shape) != rank_of(layout):
-            raise ProblemError(f"{name} has shape {spec.shape}, rank {len(spec.shape)}; give {layout}")
+            rank, packed = len(spec.shape), ""
+            if name in ("k", "v", "q"):
+                packed = packed_hint("q" if name == "q" else "k", rank, named.keys() - {"page_table"})
+            raise ProblemError(f"{name} has shape {spec.shape}, rank {rank}; give {layout}{packed}")
 
 
 def _axes(op: Op, named: Named) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import ProblemError
 from ..mods.graph.graph import MAX_INDEX
+from ..units import with_article
 from .array_spec import ArraySpec, repeats_memory
 from .dtypes import check_dtype
 
@@ -18,7 +19,9 @@ def check_operand(
     """Validates an array of a call against the problem that the first ones describe. first_name: of the first one."""
     if spec.library != first.library or spec.device != first.device:
         expected = f"{first.library} array on {first.device}"
-        raise ProblemError(f"{name} is a {spec}, but {first_name} is a {expected}; give both alike")
+        raise ProblemError(
+            f"{name} is {with_article(spec)}, but {first_name} is {with_article(expected)}; give both alike"
+        )
     if spec.shape != shape:
         raise ProblemError(f"{name} has shape {spec.shape}; this problem needs {shape}")
     if spec.dtype not in dtypes:
@@ -43,8 +46,8 @@ def check_alike(named: dict[str, ArraySpec]) -> None:
             continue
         if spec.library != first.library:
             raise ProblemError(
-                f"{name} is a {spec.library} array, but {first_name} is a {first.library} array; give all of one "
-                "framework (convert with from_dlpack)"
+                f"{name} is {with_article(spec.library)} array, but {first_name} is {with_article(first.library)} "
+                "array; give all of one framework (convert with from_dlpack)"
             )
         if spec.device != first.device:
             raise ProblemError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import ProblemError
+from ..units import with_article
 from .array_spec import ArraySpec
 from .checks import check_output
 from .dtypes import DTYPES, ITEMSIZE
@@ -29,8 +30,8 @@ def check_mod_array(
     name = operand.name
     if (spec.library, spec.device) != (first.library, first.device):
         raise ProblemError(
-            f"{operand.called} is a {spec}, but {owner} is a {first.library} array on {first.device}; give all of one "
-            "framework and device"
+            f"{operand.called} is {with_article(spec)}, but {owner} is {with_article(first.library)} array on "
+            f"{first.device}; give all of one framework and device"
         )
     {CAPTURED: _check_captured, BIAS: _check_bias, SEED: _check_seed, MASK_TILES: _check_mask_tiles}[operand.dtype](
         operand, spec, lengths

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ProblemError
 from ..mods.tracing.operand import is_array, is_integer, is_real
+from ..units import kind_of
 from .dropout import SHARES, share_kept
 from .dtypes import DTYPES, is_dtype, named_dtype
 
@@ -47,14 +48,14 @@ class OptionContext(NamedTuple):
 def check_flag(name: str, value: Any) -> bool:
     """`value` if it is True or False, and not merely truthy or falsy."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give True or False{_of_array(value)}")
+        raise ProblemError(f"{name}={value!r} is {kind_of(value)}; give True or False{_of_array(value)}")
     return bool(value)
 
 
 def check_integer(name: str, value: Any) -> int:
     """`value` as an int. An array is refused though it has `__index__`: it may change after it was judged."""
     if not is_integer(value):
-        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give an integer{_of_array(value)}")
+        raise ProblemError(f"{name}={value!r} is {kind_of(value)}; give an integer{_of_array(value)}")
     return int(value)
 
 
@@ -99,7 +100,7 @@ def check_scale(name: str, scale: Any, accepted: str = _SCALES) -> float:
 
 def _real(name: str, value: Any, accepted: str) -> float:
     if not is_real(value):
-        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give {accepted}{_of_array(value)}")
+        raise ProblemError(f"{name}={value!r} is {kind_of(value)}; give {accepted}{_of_array(value)}")
     try:
         number = float(value)
     except OverflowError:

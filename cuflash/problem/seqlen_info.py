@@ -5,7 +5,7 @@ The lengths themselves are in the memory of the device. Planning never reads the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ProblemError
@@ -178,9 +178,19 @@ def _check_ranks(named: Specs, varlen_specs: Specs) -> None:
         else:
             is_legal, layout = 2 <= rank <= 4, "(batch, seqlen, heads, head_dim)"
         if not is_legal:
+            packed = packed_hint(side, rank, varlen_specs)
             raise ProblemError(
-                f"{name} has shape {spec.shape}, rank {rank}; with {', '.join(varlen_specs)} give {layout}"
+                f"{name} has shape {spec.shape}, rank {rank}; with {', '.join(varlen_specs)} give {layout}{packed}"
             )
+
+
+def packed_hint(side: str, rank: int, names: Collection[str]) -> str:
+    """Returns the end of an error where q, or k, has the rank of packed rows and no cu_seqlens: these are missing."""
+    other = "q" if side == "k" else "k"
+    if rank != 3 or f"cu_seqlens_{side}" in names or "page_table" in names:
+        return ""
+    partner = f", as cu_seqlens_{other} was given" if f"cu_seqlens_{other}" in names else ""
+    return f"; or, if its rows are packed, {PACKED.format(side)} with cu_seqlens_{side}{partner}"
 
 
 def _batch(named: Specs, varlen_specs: Specs) -> int:
@@ -195,8 +205,10 @@ def _batch(named: Specs, varlen_specs: Specs) -> int:
     (first, batch), *others = counts.items()
     for name, other in others:
         if other != batch:
+            sides = {"q": "q", "k": "k", "v": "k"}
+            hints = [packed_hint(sides[x], len(named[x].shape), varlen_specs) for x in (first, name) if x in sides]
             raise ProblemError(
                 f"{name} is for {other} sequences, but {first} for {batch}; give all for the same (cu_seqlens have one "
-                "number more)"
+                f"number more){next(filter(None, hints), '')}"
             )
     return batch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 _REFUSALS = OSError, ValueError  # what a file system raises, and what Python does for a name that holds a zero byte
@@ -38,22 +39,24 @@ def count(text: str, least: int = 1) -> int:
 
 def existing(text: str) -> Path:
     """A file that is there."""
-    return _there(text, "file", Path.is_file)
-
-
-def folder(text: str) -> Path:
-    """A folder that is there."""
-    return _there(text, "folder", Path.is_dir)
-
-
-def _there(text: str, kind: str, is_such: Callable[[Path], bool]) -> Path:
     path, reason = Path(text), ""
     try:
-        if is_such(path):
+        if path.is_file():
             return path
     except _REFUSALS as error:
         reason = f" ({_reason(error)})"
-    raise argparse.ArgumentTypeError(f"{text!r}: there is no such {kind}{reason}; give the name of one that is there")
+    raise argparse.ArgumentTypeError(f"{text!r}: there is no such file{reason}; give the name of one that is there")
+
+
+def folder(text: str) -> Path:
+    """A folder that can be written to, which is created if it is not there."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except _REFUSALS as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written to: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

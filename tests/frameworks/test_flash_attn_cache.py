@@ -124,7 +124,7 @@ def test_schedules_are_made_kept_and_passed_back() -> None:
     for metadata in (schedule, buffer):
         hints = {"scheduler_metadata": metadata, "num_splits": 4, "pack_gqa": False, "sm_margin": 2}
         assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, **hints), expected)
-    with pytest.raises(ProblemError, match="cache_seqlens is a int"):
+    with pytest.raises(ProblemError, match="cache_seqlens is an int"):
         fa3.get_scheduler_metadata(3, 2, 19, 4, 2, 16, 5)
 
 

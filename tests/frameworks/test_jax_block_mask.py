@@ -175,7 +175,7 @@ def test_mistakes(jitted: bool) -> None:
             "mask_mod": other,
         },
         "block_mask was made of arrays of numpy; give create_block_mask a JAX array as like": {"block_mask": of_numpy},
-        "block_mask is a ArrayImpl; give what create_block_mask returned": {"block_mask": jnp.ones((1, 1, 3, 4))},
+        "block_mask is an ArrayImpl; give what create_block_mask returned": {"block_mask": jnp.ones((1, 1, 3, 4))},
     }
     for message, kwargs in wrong.items():
         call = lambda *x, kwargs=kwargs: attention(*x, **kwargs)  # noqa: E731

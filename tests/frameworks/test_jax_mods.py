@@ -298,7 +298,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a primitive": ({"score_mod": _loop}, ProblemError, rf"^{FILE}:\d+, in _loop: jax.atan2 of a traced value"),
     "an if": ({"score_mod": _if}, ProblemError, rf"^{FILE}:\d+, in _if: score_mod cannot be traced"),
     "a typo": ({"score_mod": _typo}, AttributeError, "no_such_function"),
-    "no function": ({"mask_mod": 3}, ProblemError, "mask_mod is a int; it must be a function"),
+    "no function": ({"mask_mod": 3}, ProblemError, "mask_mod is an int; it must be a function"),
     "arity": ({"mask_mod": lambda q, k: q > k}, ProblemError, "mask_mod must be a function of"),
     "no bool": ({"mask_mod": lambda b, h, q, k: q - k}, ProblemError, "it must return bool"),
     "bias": ({"bias": jnp.zeros((3, 1))}, ProblemError, r"bias has shape \(3, 1\)"),

@@ -185,7 +185,7 @@ def test_bad_input_is_judged_before_anything_runs() -> None:
     for name, value in (("softcap", True), ("softmax_scale", True), ("window_size", (False, 1)), ("causal", 1)):
         for call in (attention, torch.compile(attention, backend="eager")):
             torch._dynamo.reset()  # or what one raised while it was compiled is run eagerly from then on
-            with pytest.raises(ProblemError, match=f"{name}.* bool|causal=1 is a int"):
+            with pytest.raises(ProblemError, match=f"{name}.* bool|causal=1 is an int"):
                 call(q, k, v, **{name: value})
     with pytest.raises(ProblemError, match=r"no gradient flows.*cuflash.frameworks.torch.attention"):
         cuflash.forward(q, k, v)

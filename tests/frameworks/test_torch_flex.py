@@ -271,7 +271,7 @@ def refusals() -> dict[str, tuple[Callable[[Any, Any, Any], Any], str]]:
         "batch": (lambda q, k, v: flex_attention(q, k, v, None, of_batch), r"\(3, 1, 150"),
         "type": (lambda q, k, v: flex_attention(q, k, v, None, causal), "block_mask is a function"),
         "rank": (lambda q, k, v: flex_attention(q[0], k, v), r"query has shape \(4, 150, 16\)"),
-        "options": (lambda q, k, v: flex_attention(q, k, v, kernel_options=3), "kernel_options is a int"),
+        "options": (lambda q, k, v: flex_attention(q, k, v, kernel_options=3), "kernel_options is an int"),
         "gqa": (lambda q, k, v: flex_attention(q, k, v, enable_gqa=1), "enable_gqa=1"),
         "sliced": (lambda q, k, v: flex_attention(q, k, v, None, block_mask_of(causal)[:, :, 0]), "was sliced"),
     }

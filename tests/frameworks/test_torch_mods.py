@@ -227,7 +227,7 @@ def test_what_is_refused() -> None:
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(UnsupportedError, match="FakeTensor"):
         attention(*map(mode.from_tensor, tensors), **kwargs)
-    with pytest.raises(ProblemError, match="bias is a ndarray; give a torch tensor"):
+    with pytest.raises(ProblemError, match="bias is an ndarray; give a torch tensor"):
         attention(*tensors, bias=slopes.detach().numpy())
     with pytest.raises(ProblemError, match="numpy array, but q is a torch array"):
         attention(*tensors, **_alibi(slopes.detach().numpy()))

@@ -125,7 +125,7 @@ def test_numbers_become_scores_and_conditions_masks() -> None:
         ("score_mod", lambda score, b, h, q, k: score + np.timedelta64(3), "a timedelta64 meets traced values"),
         ("mask_mod", lambda b, h, q, k: q < np.timedelta64(3, "ns"), "a timedelta64 meets traced values"),
         ("mask_mod", dict, "mask_mod is the class dict; it must be a function of"),
-        ("mask_mod", 3, r"mask_mod is a int; it must be a function of \(b, h, q_idx, k_idx\)"),
+        ("mask_mod", 3, r"mask_mod is an int; it must be a function of \(b, h, q_idx, k_idx\)"),
         ("mask_mod", lambda b, h, q, k: q + "a" < k, "NoneType|a str meets|unsupported operand"),
     ],
 )  # fmt: skip

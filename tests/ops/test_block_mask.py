@@ -153,7 +153,7 @@ def test_lengths_that_make_no_block_mask(name: str) -> None:
 
 
 def test_what_is_no_block_mask_is_refused() -> None:
-    with pytest.raises(cuflash.ProblemError, match="block_mask is a ndarray; give what create_block_mask returned"):
+    with pytest.raises(cuflash.ProblemError, match="block_mask is an ndarray; give what create_block_mask returned"):
         cuflash.forward(*inputs(), block_mask=block_mask_of("document").cells)
 
 

@@ -135,7 +135,7 @@ def test_gradients_that_do_not_fit_are_refused_and_nothing_is_written(xp: Any) -
         with pytest.raises(ProblemError, match=words):
             backward(CASE, args, grads_out=grads_out)
         assert identical(arrays, before)
-    with pytest.raises(ProblemError, match=r"grads_out is a ndarray; give \(dq, dk, dv\)"):
+    with pytest.raises(ProblemError, match=r"grads_out is an ndarray; give \(dq, dk, dv\)"):
         backward(CASE, args, grads_out=args.q)
 
 

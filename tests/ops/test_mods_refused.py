@@ -147,7 +147,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"dropout_p": np.array([0.1, 0.2]), "dropout_seed": 1},
         "dropout_p is an array of shape (2,); give a number, the share of weights to drop",
     ),
-    "an array without axes": ({"dropout_p": np.array(0.1), "dropout_seed": 1}, "dropout_p=array(0.1) is a ndarray"),
+    "an array without axes": ({"dropout_p": np.array(0.1), "dropout_seed": 1}, "dropout_p=array(0.1) is an ndarray"),
     "no number dropped": ({"dropout_p": None}, "dropout_p=None is a NoneType; give the share"),
     "a class of shares": ({"dropout_p": np.float32}, "dropout_p=<class 'numpy.float32'> is a type; give the share"),
     "no seed": ({"dropout_p": 0.1}, "there is no dropout_seed; give an int of 64 bits, or an array"),
@@ -202,7 +202,7 @@ ASKED: dict[str, tuple[Any, str]] = {
     "integers": ((INTEGERS,), "some of: the array (4,) that score_mod refers to, bias (4, 1, 1), sinks (4,)"),
     "of the mask": ((SLOPES, BIG), "captured_grads[1] is an array of shape (8, 1000)"),
     "a name": (("bias",), "captured_grads[0] is a str that has no gradient"),
-    "no tuple": (SLOPES, "captured_grads is a ndarray; give a tuple of arrays"),
+    "no tuple": (SLOPES, "captured_grads is an ndarray; give a tuple of arrays"),
 }
 
 

@@ -55,7 +55,7 @@ FLOAT32 = rows(
     ("k_head_dim", {"k": zeros(2, 7, 2, 9)}, ("k has head_dim 9", "q has 8")),
     ("q_int", {"q": zeros(2, 5, 4, 8, dtype=int)}, ("q has dtype int64", DTYPES)),
     ("softcap", {"softcap": -2}, ("softcap=-2", CAP)),
-    ("causal", {"causal": 1}, ("causal=1 is a int", "True or False")),
+    ("causal", {"causal": 1}, ("causal=1 is an int", "True or False")),
     *((f"deterministic_{type(value).__name__}", {"deterministic": value},
        (f"deterministic={value!r} is a {type(value).__name__}", "True or False"))
       for value in (1, None, "no", 1.0)),
@@ -114,9 +114,9 @@ def test_the_next_call_after_an_error_works(xp: Any) -> None:
 def test_what_equals_a_legal_argument_of_an_earlier_call_is_still_refused(xp: Any) -> None:
     args = backward_args(CASE, xp)
     backward(CASE, args, deterministic=True)
-    with pytest.raises(ProblemError, match="deterministic=1 is a int"):
+    with pytest.raises(ProblemError, match="deterministic=1 is an int"):
         backward(CASE, args, deterministic=1)
-    with pytest.raises(ProblemError, match="causal=1 is a int"):
+    with pytest.raises(ProblemError, match="causal=1 is an int"):
         cuflash.backward(*args[:6], dlse=args.dlse, causal=1, deterministic=True)
     with pytest.raises(ProblemError, match="softmax_scale=True is a bool"):
         cuflash.backward(*args[:6], dlse=args.dlse, causal=True, softmax_scale=True)

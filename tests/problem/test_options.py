@@ -29,14 +29,15 @@ def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str)
     keywords |= {operand.name for operand in VARLEN_OPS[op].inputs if operand.dtype == INTEGERS}
     keywords |= {"score_mod", "mask_mod", "block_mask", "bias", "sinks"} | ({"dropout_seed"} if op != "lse" else set())
     keyword_only = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
-    assert keyword_only == set(names(op)) | keywords
+    assert keyword_only == set(names(op)) | keywords | {"check"}
     assert {name: signature[name].default for name in names(op)} == {name: DEFAULTS[name] for name in names(op)}
     assert set(names(op)) <= set(inspect.signature(cuflash.plan).parameters)
 
 
 def test_append_kv_takes_its_operands_in_their_order_and_the_options_of_the_table() -> None:
     signature = inspect.signature(cuflash.append_kv).parameters
-    assert [name for name in signature if name not in names("append_kv")] == [x.name for x in APPEND_KV.inputs]
+    others = [name for name in signature if name not in names("append_kv")]
+    assert others == [*[x.name for x in APPEND_KV.inputs], "check", "foreign"]
     for operand in APPEND_KV.inputs:
         assert signature[operand.name].default is (None if operand.optional else inspect.Parameter.empty)
     assert {name: signature[name].default for name in names("append_kv")} == {

@@ -92,7 +92,7 @@ ROWS = [
           for name, length in (("cu_seqlens_q", 3), ("cu_seqlens_k", 3), ("seqused_q", 2), ("seqused_k", 2))
           for dtype in ("int64", "uint32", "float32", "bool")),
         ("bounds_list", {"cu_seqlens_q": [0, 3, 5]}, ("cu_seqlens_q is a list", "NumPy")),
-        ("used_number", {"seqused_k": 4}, ("seqused_k is a int", "NumPy")),
+        ("used_number", {"seqused_k": 4}, ("seqused_k is an int", "NumPy")),
     ),
     *refused(
         "cache",

@@ -17,6 +17,7 @@ from cuflash.__main__ import main
 from cuflash.testing import oracle
 from cuflash.testing.arrays import CupyArrays, NumpyArrays, TorchArrays
 from cuflash.testing.cases import Case
+from cuflash.tools import arguments as options_of_tools
 from cuflash.tools.bench import check, measure, mods, peers, presets, run, startup, table
 from cuflash.tools.bench.mods import ModCase
 
@@ -249,16 +250,33 @@ def test_each_preset_is_measured_drawn_and_compared(
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert main(["bench", "--compare", str(written), str(written)]) == 0
     assert "1.000" in capsys.readouterr().out
-    (tmp_path / "again").mkdir()
     assert main(["bench", "--draw", str(written), "--pictures", str(tmp_path / "again")]) == 0
     assert {path.name for path in (tmp_path / "again").iterdir()} == {path.name for path in drawn}
+
+
+def test_decode_takes_ops() -> None:
+    for ops in (("forward",), ("lse", "forward")):
+        options = Namespace(ops=ops, dtype=None)
+        timed = presets.decode(NumpyArrays(), options)
+        assert [x.op for x in timed] == [op for op in ops for _ in presets.DECODING]
+    assert {x.op for x in presets.decode(NumpyArrays(), Namespace(ops=None, dtype=None))} == {"forward"}
+
+
+def test_pictures_go_to_a_new_folder_or_the_command_ends_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert options_of_tools.folder(str(tmp_path / "new" / "folder")).is_dir()
+    (tmp_path / "file").write_text("", "utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--pictures", str(tmp_path / "file" / "folder")])
+    assert "cannot be written to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["models", "--seqlens", "1k"], "--seqlens goes with paper, memory, quick"),
     (["decode", "--only", "nothing"], "no problem of decode has 'nothing' in its name"),
     (["models", "--ops", "backward", "--only", "prefill"], "no problem of models of backward has 'prefill'"),
-    (["decode", "--ops", "backward"], "--ops goes with paper, models, masks, memory, quick"),
+    (["decode", "--seqlens", "1k"], "--seqlens goes with paper, memory, quick"),
     (["memory", "--head-dims", "128"], "--head-dims goes with paper, quick"),
     (["--draw", __file__, "--json", "x.json"], "--draw goes with --pictures"),
     (["--draw", __file__], "--draw goes with --pictures FOLDER"),

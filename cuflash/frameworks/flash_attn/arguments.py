@@ -13,6 +13,7 @@ import torch
 
 from ...errors import ProblemError, UnsupportedError
 from ...problem.options import WindowSize, check_flag, check_integer
+from ...units import kind_of
 from ..torch import attention, check_tensor
 from ..torch.ops import BOUNDS
 from ..torch.varlen import check_integers, paged_or_packed
@@ -170,7 +171,7 @@ def window_of(window_size: Any) -> Any:
 def cap_of(softcap: Any) -> Any:
     """The softcap, for which flash-attn takes anything that is not positive as none."""
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise ProblemError(f"softcap={softcap!r} is a {type(softcap).__name__}; give a number, 0.0 for none")
+        raise ProblemError(f"softcap={softcap!r} is {kind_of(softcap)}; give a number, 0.0 for none")
     return 0.0 if softcap <= 0 else softcap
 
 

@@ -12,6 +12,7 @@ from ...mods.language import position_of
 from ...mods.masks import chunked
 from ...mods.scores import alibi
 from ...problem.options import WindowSize, check_integer
+from ...units import kind_of
 from ..torch import check_tensor
 from .arguments import attend
 
@@ -81,7 +82,7 @@ def _dropout(dropout_p: Any) -> float:
     """The share to drop; 0.0 for one that drops nothing."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         shown = type(dropout_p).__name__ if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
-        raise ProblemError(f"dropout_p={shown} is a {type(dropout_p).__name__}; give a number. {_ORDER}")
+        raise ProblemError(f"dropout_p={shown} is {kind_of(dropout_p)}; give a number. {_ORDER}")
     if not 0.0 <= dropout_p < 1.0:
         raise ProblemError(f"dropout_p={dropout_p} is outside [0, 1). {_ORDER}")
     # why: diffusers gives 1e-30, which drops nothing, to make flash-attn return lse.

@@ -25,6 +25,7 @@ from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
 from ...problem.operands import DROPOUT_SEED, Op, Sizes
 from ...problem.options import Options, check_dropout
+from ...units import kind_of
 from .primitives import checked_array
 
 _SEEDS = "an int of 64 bits, a key of jax.random, or an array of two uint32"
@@ -103,7 +104,7 @@ def _seed(seed: Any) -> Any:
     if seed is None:
         raise ProblemError(f"dropout_p is not 0, but there is no dropout_seed; give {_SEEDS}")
     if not isinstance(seed, jax.Array | np.ndarray):
-        raise ProblemError(f"dropout_seed is a {type(seed).__name__}; give {_SEEDS}")
+        raise ProblemError(f"dropout_seed is {kind_of(seed)}; give {_SEEDS}")
     if not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return checked_array("dropout_seed", seed)
     if seed.shape:

@@ -30,6 +30,7 @@ from ...arrays.jax import check_alive
 from ...errors import ProblemError, UnsupportedError
 from ...problem.dtypes import DTYPES
 from ...problem.operands import VARLEN_ARGS, Op
+from ...units import kind_of
 from . import ffi, handlers, partition
 from .handlers import BACKWARD, FORWARD, CallOptions, CallSpec, Shape, axes_of, halved, is_like_lse
 from .mod_attributes import folded as fold_mods
@@ -68,7 +69,7 @@ def _result_types(target: str, *operands: Any, static: CallOptions) -> list[Any]
 def checked_array(name: str, array: Any) -> Any:
     """An operand as a JAX array or tracer, which was checked; NumPy arrays are put on JAX's device."""
     if not isinstance(array, (jax.Array, np.ndarray)):
-        raise ProblemError(f"{name} is a {type(array).__name__}; give a JAX or NumPy array")
+        raise ProblemError(f"{name} is {kind_of(array)}; give a JAX or NumPy array")
     if isinstance(array, np.ndarray):
         array = as_jax(name, array)
     elif not isinstance(array, jax.core.Tracer):
@@ -83,7 +84,7 @@ def as_jax(name: str, array: Any) -> Any:
     try:
         return jnp.asarray(array)
     except (TypeError, ValueError):
-        kind = f"has dtype {array.dtype}" if isinstance(array, np.ndarray) else f"is a {type(array).__name__}"
+        kind = f"has dtype {array.dtype}" if isinstance(array, np.ndarray) else f"is {kind_of(array)}"
         raise ProblemError(f"{name} {kind}, of which JAX has no arrays; give a JAX or NumPy array") from None
 
 

@@ -15,6 +15,7 @@ from ...mods.masks import and_masks
 from ...ops.block_mask import BlockMask, create_block_mask
 from ...problem.mod_arrays import MASK_TILE
 from ...problem.options import check_flag
+from ...units import kind_of
 from .tensors import check_tensor, uncompiled
 
 _TOP = "torch.nn.attention.flex_attention"
@@ -34,14 +35,14 @@ def arguments_of_flex(
     if not check_flag("enable_gqa", enable_gqa) and heads != heads_kv:
         raise ProblemError(f"query has {heads} heads and key {heads_kv}; give enable_gqa=True to share those of key")
     if return_aux is not None and not isinstance(return_aux, getattr(sys.modules.get(_TOP), "AuxRequest", ())):
-        raise ProblemError(f"return_aux is a {type(return_aux).__name__}; give a {_TOP}.AuxRequest, or None")
+        raise ProblemError(f"return_aux is {kind_of(return_aux)}; give a {_TOP}.AuxRequest, or None")
     if getattr(return_aux, "max_scores", False):
         raise UnsupportedError(
             "return_aux: max_scores is not computed by cuflash; leave max_scores=False, or take "
             f"{_TOP}.flex_attention under torch.compile"
         )
     if kernel_options is not None and not isinstance(kernel_options, dict):
-        raise ProblemError(f"kernel_options is a {type(kernel_options).__name__}; give a dict or None")
+        raise ProblemError(f"kernel_options is {kind_of(kernel_options)}; give a dict or None")
     if kernel_options:
         _log_options(", ".join(sorted(map(str, kernel_options))))
     if query.shape[0] != key.shape[0] and block_mask is not None and key.shape[0] == value.shape[0] == 1:
@@ -98,7 +99,7 @@ def _masks(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str,
     flex = sys.modules.get(_TOP)  # a call with such a mask has imported it
     if flex is None or not isinstance(block_mask, flex.BlockMask):
         raise ProblemError(
-            f"block_mask is a {type(block_mask).__name__}; give a BlockMask of PyTorch's or cuflash's create_block_mask"
+            f"block_mask is {kind_of(block_mask)}; give a BlockMask of PyTorch's or cuflash's create_block_mask"
         )
     mask_mod, block = block_mask.mask_mod, block_mask.BLOCK_SIZE
     is_noop = mask_mod is None or mask_mod is flex.noop_mask

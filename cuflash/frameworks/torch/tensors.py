@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from ...arrays.torch import check_dense
 from ...errors import ProblemError, UnsupportedError
+from ...units import kind_of
 
 TANGENT = (
     "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
@@ -39,7 +40,7 @@ def check_tensor(name: str, tensor: Any) -> None:
     if type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_nested:
         return
     if not isinstance(tensor, torch.Tensor):
-        raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor (torch.as_tensor makes one)")
+        raise ProblemError(f"{name} is {kind_of(tensor)}; give a torch tensor (torch.as_tensor makes one)")
     check_dense(name, tensor)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...arrays.packages import PACKAGES
 from ...errors import ProblemError
+from ...units import kind_of
 from ..graph.graph import CapturedArray, Node
 from ..graph.operations import Type
 from ..graph.simplify import constant
@@ -142,7 +143,7 @@ def as_node(value: Any) -> Node:
             f"an array of shape {tuple(value.shape)} that the function itself made or changed meets traced values; "
             "make it before the call and refer to it, so that it is captured"
         )
-    raise fault(f"a {value.__class__.__name__} meets traced values; numbers and arrays do")
+    raise fault(f"{kind_of(value)} meets traced values; numbers and arrays do")
 
 
 def captured(array: Any) -> CapturedArray:

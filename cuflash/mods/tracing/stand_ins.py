@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...units import with_article
 from . import guards
 from .functions import FUNCTIONS
 from .guards import Guards, Reader
@@ -190,7 +191,7 @@ class CapturedObject:
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, Operand):
-            raise fault(f"a {type(_value(self)).__name__} has a traced index; only arrays have")
+            raise fault(f"{with_article(type(_value(self)).__name__)} has a traced index; only arrays have")
         return _read(self, operator.getitem, key)
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from ...errors import ProblemError
 from ...locks import Lock
+from ...units import kind_of
 from ..analysis.intervals import band
 from ..graph.graph import MASK_ARGUMENTS, SCORE_ARGUMENTS, CapturedArray, Graph, Node, digest, post_order, variable
 from ..graph.operations import Type
@@ -63,7 +64,7 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
     without traced values, such as random numbers, stays as it was when the function was traced.
     """
     if not callable(function) or isinstance(function, type):
-        what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
+        what = f"the class {function.__name__}" if isinstance(function, type) else kind_of(function)
         raise ProblemError(f"{kind} is {what}; it must be a function {_signature(kind)}")
     key = kind, id(_code_of(function))
     for entry in _traces.get(key, ()):
@@ -172,7 +173,7 @@ def _check_arity(function: Any, kind: str) -> None:
 def _result(value: Any, function: Any, kind: str) -> Node:
     is_whole = isinstance(value, Traced) and value.shape not in ((), (1,))
     if is_whole or value is None or isinstance(value, str | tuple | list | dict):
-        what = "a whole array" if is_whole else f"a {type(value).__name__}"
+        what = "a whole array" if is_whole else kind_of(value)
         raise ProblemError(f"{kind} {_name_of(function)} returned {what}; it must return one value")
     return as_node(value)
 

@@ -195,7 +195,8 @@ def decode(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     for batch, keys, heads_q, heads_kv, dim in DECODING:
         name = f"decode d{dim} heads {heads_q}/{heads_kv} batch {batch} keys {keys}"
         cases.append(Case(name, batch, 1, keys, heads_q, heads_kv, dim, dim, dtype, causal=True))
-    return [Timed("forward", case if arrays.on_gpu else _small(case)) for case in cases]
+    cases = cases if arrays.on_gpu else [_small(case) for case in cases]
+    return [Timed(op, case) for op in options.ops or FORWARD for case in cases]
 
 
 def masks(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
@@ -237,7 +238,7 @@ OF_PROBLEMS = ("ops", "head_dims", "seqlens", "causal", "algorithms")
 PRESETS = {
     "paper": Preset(paper, OF_PROBLEMS, is_grid=True, times_first_calls=True),
     "models": Preset(models),
-    "decode": Preset(decode, (), unit="GB/s"),
+    "decode": Preset(decode, unit="GB/s"),
     "masks": Preset(masks, beside_flex=True),
     "memory": Preset(
         memory, ("ops", "seqlens", "algorithms"), is_grid=True, unit="", algorithms=("flash2", "standard")
