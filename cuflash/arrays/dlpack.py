@@ -78,8 +78,8 @@ class DlpackLibrary(Library):
 
     def check_writable(self, name: str, array: Any, otherwise: str = "") -> None:
         raise ProblemError(
-            f"{name} is {with_article(self.name)} array, which cannot be written to here; give a NumPy, CuPy or PyTorch array"
-            f"{otherwise}"
+            f"{name} is {with_article(self.name)} array, which cannot be written to here; give a NumPy, CuPy or "
+            f"PyTorch array{otherwise}"
         )
 
     def seed(self, number: int, like: Any) -> Any:

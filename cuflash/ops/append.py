@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack, overload
+from typing import Any, Never, Unpack, overload
 
+from ..problem.foreign import refuse_foreign
 from ..problem.operands import APPEND_KV
 from ..problem.options import Array, options_key
 from ..problem.signatures import AppendOptions
@@ -43,6 +44,7 @@ def append_kv(
     rotary_sin: Any = None,
     rotary_interleaved: bool = False,
     check: bool = False,
+    **foreign: Never,
 ) -> Array | None:
     """Writes new keys and values, in place, behind those that are used; returns the rotated q, or None without q.
 
@@ -90,6 +92,8 @@ def append_kv(
 
     Source: RoFormer, arXiv 2104.09864 (rotary position embedding).
     """
+    if foreign:
+        raise refuse_foreign(append_kv, foreign)
     options = options_key(q_same_position=q_same_position, rotary_interleaved=rotary_interleaved)
     arrays = (k_cache, v_cache, k, v, seqused_k, page_table, cache_batch_idx, cu_seqlens_k, q, cu_seqlens_q,
               rotary_cos, rotary_sin)  # fmt: skip

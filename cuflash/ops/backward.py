@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack, overload
+from typing import Any, Never, Unpack, overload
 
 from ..errors import ProblemError, UnsupportedError
+from ..problem.foreign import refuse_foreign
 from ..problem.operands import BACKWARD, VARLEN_OPS
 from ..problem.options import Array, WindowSize, is_zero, options_key
 from ..problem.signatures import BackwardOptions
 from ..runtime.call import run
 from ..runtime.device_integers import check_on_device
+from ..units import kind_of
 from .dropout_seed import check_seed
 from .mods import ModArgs, VarlenInputs, resolve_mods
 
@@ -72,6 +74,7 @@ def backward(
     dropout_seed: Any = None,
     captured_grads: Sequence[Any] | None = None,
     check: bool = False,
+    **foreign: Never,
 ) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, tuple[Any, ...]]:
     """Gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`, with nothing of size seqlen_q x seqlen_k kept.
 
@@ -122,6 +125,8 @@ def backward(
 
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
+    if foreign:
+        raise refuse_foreign(backward, foreign)
     if page_table is not None or cache_batch_idx is not None:
         raise cached_keys_error(page_table)
     options = options_key(
@@ -172,6 +177,6 @@ def _three(grads_out: Any) -> tuple[Any, ...]:
     if not isinstance(grads_out, (tuple, list)) or len(grads_out) != 3:
         count = f" of {len(grads_out)}" if isinstance(grads_out, (tuple, list)) else ""
         raise ProblemError(
-            f"grads_out is a {type(grads_out).__name__}{count}; give (dq, dk, dv), each an array or None for a new one"
+            f"grads_out is {kind_of(grads_out)}{count}; give (dq, dk, dv), each an array or None for a new one"
         )
     return tuple(grads_out)

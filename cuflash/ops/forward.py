@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
+from ..problem.foreign import refuse_foreign
 from ..problem.operands import FORWARD, VARLEN_OPS, VarlenArgs
 from ..problem.options import Algorithm, Array, OutDtype, WindowSize, check_flag, is_zero, options_key
 from ..problem.signatures import ForwardOptions
@@ -57,6 +58,7 @@ def forward(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     check: bool = False,
+    **foreign: Never,
 ) -> Array | tuple[Array, Array]:
     """Exact attention, `softmax(mask(cap(softmax_scale q kᵀ))) v`, with no seqlen_q x seqlen_k matrix in memory.
 
@@ -140,6 +142,8 @@ def forward(
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
     """
+    if foreign:
+        raise refuse_foreign(forward, foreign)
     options = options_key(
         softmax_scale=softmax_scale,
         causal=causal,

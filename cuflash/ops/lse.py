@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
+from ..problem.foreign import refuse_foreign
 from ..problem.operands import LSE_ONLY, VARLEN_OPS, VarlenArgs
 from ..problem.options import Array, WindowSize, options_key
 from ..runtime.call import run
@@ -36,6 +37,7 @@ def lse(
     bias: Any = None,
     sinks: Any = None,
     check: bool = False,
+    **foreign: Never,
 ) -> Array:
     """lse (batch, heads_q, seqlen_q) = log sum exp of the visible scores of each query: `forward`'s lse, without v.
 
@@ -49,6 +51,8 @@ def lse(
 
     Source: FlashAttention-2, arXiv 2307.08691.
     """
+    if foreign:
+        raise refuse_foreign(lse, foreign)
     options = options_key(
         softmax_scale=softmax_scale,
         causal=causal,

@@ -13,6 +13,7 @@ from ..problem.operands import merge_op
 from ..problem.options import Array, Options, options_key
 from ..problem.validate import validated
 from ..runtime.call import run
+from ..units import kind_of
 
 
 def merge_states(outs: Iterable[Array], lses: Iterable[Any]) -> tuple[Array, Array]:
@@ -56,4 +57,4 @@ def _states(name: str, states: Any) -> list[Any]:
     try:
         return list(states)
     except TypeError:
-        raise ProblemError(f"{name} is a {type(states).__name__}; give a sequence of arrays, one a state") from None
+        raise ProblemError(f"{name} is {kind_of(states)}; give a sequence of arrays, one a state") from None

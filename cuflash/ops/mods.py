@@ -22,6 +22,7 @@ from ..mods.tracing.trace import trace
 from ..problem.mod_spec import BIAS_AXES, Bias, ModSpec, captured, make_mod_spec
 from ..problem.operands import OPS, VARLEN_OPS, Op, Sizes, banded, mod_op
 from ..problem.options import Options, check_dropout, is_zero
+from ..units import kind_of
 from .block_mask import BlockMask
 from .dropout_seed import check_seed, seed_array
 
@@ -171,7 +172,7 @@ def _mask(mod_args: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, B
     if block_mask is None:
         return graph, None
     if not isinstance(block_mask, BlockMask):
-        raise ProblemError(f"block_mask is a {type(block_mask).__name__}; give what create_block_mask returned")
+        raise ProblemError(f"block_mask is {kind_of(block_mask)}; give what create_block_mask returned")
     mask_graph = block_mask.graph
     if graph is not None and graph is not mask_graph:
         if graph.digest != mask_graph.digest:
@@ -218,7 +219,7 @@ def _numbers(
 ) -> tuple[tuple[int, ...], ...]:
     """For each array of `captured_grads`, the numbers of it among those that may have gradients."""
     if not isinstance(captured_grads, tuple | list):
-        raise ProblemError(f"captured_grads is a {type(captured_grads).__name__}; give a tuple of arrays, () for none")
+        raise ProblemError(f"captured_grads is {kind_of(captured_grads)}; give a tuple of arrays, () for none")
     numbers = [*range(0 if score is None else len(score.arrays))]
     numbers += [loaded - 1] if mod_args.bias is not None else []
     numbers = [number for number in numbers if mod_spec.arrays[number].type == Type.FLOAT32]
@@ -228,7 +229,7 @@ def _numbers(
         if not group:
             names = [_described(mod_spec, number, arrays) for number in numbers]
             is_array = hasattr(x, "shape") and not isinstance(x, type)
-            kind = f"an array of shape {tuple(x.shape)}" if is_array else f"a {type(x).__name__}"
+            kind = f"an array of shape {tuple(x.shape)}" if is_array else kind_of(x)
             raise ProblemError(
                 f"captured_grads[{place}] is {kind} that has no gradient here; give, as the same objects, some of: "
                 f"{', '.join(names) or 'nothing, as no array of floats changes the scores'}"

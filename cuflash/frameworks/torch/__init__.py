@@ -10,7 +10,7 @@ Example::
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from ...mods.tracing.operand import name_of_dtype
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
+from ...problem.foreign import refuse_foreign
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, VarlenArgs
 from ...problem.options import WindowSize, check_flag, is_zero, options_key
 from ...problem.signatures import CheckedOptions
@@ -99,6 +100,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     check: bool = False,
+    **foreign: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cuflash.forward` with gradients, which flow through out and through lse.
 
@@ -136,6 +138,8 @@ def attention(
     >>> out.shape, q.grad.shape
     (torch.Size([2, 100, 4, 64]), torch.Size([2, 100, 4, 64]))
     """
+    if foreign:
+        raise refuse_foreign(attention, foreign)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
     check_flag("return_lse", return_lse)
