@@ -76,10 +76,14 @@ def attended(
             raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {shape}, where batch and rows are those of q")
     batch, rows, heads, seqlen_q = q.shape[:4]
     seqlen_k = k.shape[3]
-    if tuple(bias.shape) != (batch, heads, seqlen_q, seqlen_k):
-        raise ProblemError(f"bias has shape {tuple(bias.shape)}; q and k need {(batch, heads, seqlen_q, seqlen_k)}")
+    whole = batch, heads, seqlen_q, seqlen_k
+    if tuple(bias.shape) != whole:
+        raise ProblemError(
+            f"bias has shape {tuple(bias.shape)}; q and k need {whole}: (batch, heads, seqlen_q, seqlen_k)"
+        )
     if mask is not None and tuple(mask.shape) != (batch, rows, seqlen_k):
-        raise ProblemError(f"mask has shape {tuple(mask.shape)}; q and k need {(batch, rows, seqlen_k)}")
+        whole_mask = f"{(batch, rows, seqlen_k)}: (batch, rows, seqlen_k)"
+        raise ProblemError(f"mask has shape {tuple(mask.shape)}; q and k need {whole_mask}")
     flat = [_rows_as_batch(x) for x in (q, k, v)]
     keywords: dict[str, Any] = {"softmax_scale": softmax_scale}
     if batch == 1:

@@ -35,10 +35,10 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> tuple[dict[str, int]
     for operand in op.inputs:
         if (spec := named.get(operand.name)) is None:
             continue
-        shape = tuple([axes[axis] for axis in operand.axes])
-        if len(spec.shape) < len(shape):  # packed rows have no axis of the batch
-            shape = shape[1:]
-        check_operand(operand.name, spec, cache, shape, dtypes[operand.dtype], "k_cache")
+        # Packed rows have no axis of the batch.
+        names = operand.axes[max(0, len(operand.axes) - len(spec.shape)) :]
+        shape = tuple([axes[axis] for axis in names])
+        check_operand(operand.name, spec, cache, shape, dtypes[operand.dtype], names, "k_cache")
         if operand.written:
             _check_written(operand.name, spec)
     if named.get("rotary_sin", cache).dtype != named.get("rotary_cos", cache).dtype:
@@ -89,14 +89,14 @@ def _axes(op: Op, named: Named) -> dict[str, int]:
 def _check_sizes(named: Named, axes: Mapping[str, int]) -> None:
     shape = named["k_cache"].shape
     if 0 in (axes["heads_kv"], axes["head_dim"], axes["head_dim_v"]):
-        both = f"k_cache {shape}, v_cache {named['v_cache'].shape}"
+        both = f"k_cache {shape}, v_cache {named['v_cache'].shape}, (…, heads, head_dim)"
         raise ProblemError(f"shapes {both}: heads and head_dim must be at least 1 (others may be 0)")
     if "page_table" in named and axes["page_size"] < 1:
         raise ProblemError(f"k_cache has shape {shape}: pages of 0 keys; give {PAGES} with page_size >= 1")
     if not {"page_table", "cache_batch_idx"} & set(named) and axes["num_pages"] != axes["batch"]:
         raise ProblemError(
             f"k_cache has shape {shape}, {axes['num_pages']} rows, but seqused_k is for {axes['batch']} sequences; "
-            "give a row of the cache for each, or cache_batch_idx or page_table"
+            f"give {CACHE}, a row of the cache for each, or cache_batch_idx or page_table"
         )
     if "q" in named and (axes["heads_q"] < 1 or axes["heads_q"] % axes["heads_kv"]):
         raise ProblemError(

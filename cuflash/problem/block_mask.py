@@ -40,7 +40,7 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedMask:
         if operand.dtype == INTEGERS:
             names.add(operand.name)
             shape = (sizes.batch + (operand.axes == ("bounds",)),)
-            check_operand(operand.name, spec, like, shape, (INTEGERS,), "like")
+            check_operand(operand.name, spec, like, shape, (INTEGERS,), operand.axes, "like")
         else:
             check_mod_array(operand, spec, like, {}, owner="like")
     mask_tiles = sizes.batch, sizes.heads, -(-sizes.seqlen_q // MASK_TILE), -(-sizes.seqlen_k // MASK_TILE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import ProblemError
 from ..mods.graph.graph import MAX_INDEX
 from ..units import with_article
@@ -13,17 +15,43 @@ from .dtypes import check_dtype
 MAX_SEQLEN = MAX_INDEX + 1 - 4096
 
 
+# Names of axes in errors, where those of an operand are others.
+_AXES = {
+    "batch_q": "batch",
+    "batch_k": "batch",
+    "rows_q": "seqlen_q",
+    "rows_k": "seqlen_k",
+    "bounds": "batch + 1",
+    "pairs": "rotary_dim / 2",
+}
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Returns the names of an operand's axes as users know them."""
+    names = [_AXES.get(axis, axis) for axis in axes]
+    return f"({', '.join(names)}{',' * (len(names) == 1)})"
+
+
 def check_operand(
-    name: str, spec: ArraySpec, first: ArraySpec, shape: tuple[int, ...], dtypes: tuple[str, ...], first_name: str = "q"
+    name: str,
+    spec: ArraySpec,
+    first: ArraySpec,
+    shape: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    axes: Sequence[str],
+    first_name: str = "q",
 ) -> None:
-    """Validates an array of a call against the problem that the first ones describe. first_name: of the first one."""
+    """Validates an array of a call against the problem that the first ones describe.
+
+    axes: names of the shape's. first_name: that of the first array.
+    """
     if spec.library != first.library or spec.device != first.device:
         expected = f"{first.library} array on {first.device}"
         raise ProblemError(
             f"{name} is {with_article(spec)}, but {first_name} is {with_article(expected)}; give both alike"
         )
     if spec.shape != shape:
-        raise ProblemError(f"{name} has shape {spec.shape}; this problem needs {shape}")
+        raise ProblemError(f"{name} has shape {spec.shape}; this problem needs {shape}: {axes_text(axes)}")
     if spec.dtype not in dtypes:
         raise ProblemError(f"{name} has dtype {spec.dtype}; this problem needs {' or '.join(dtypes)}")
 

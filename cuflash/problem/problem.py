@@ -176,7 +176,8 @@ def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> d
             if shape[0] != batch:
                 raise ProblemError(f"{name} has batch {shape[0]}, but q has {batch}; give all the same batch")
     elif batch_v != batch_k:
-        raise ProblemError(f"v has shape {named['v'].shape}, but k {named['k'].shape}; give both alike but in head_dim")
+        both = f"v has shape {named['v'].shape}, but k {named['k'].shape}"
+        raise ProblemError(f"{both}; give both as (batch, seqlen, heads, head_dim), alike but in head_dim")
     if head_dim_k != head_dim:
         raise ProblemError(f"k has head_dim {head_dim_k}, but q has {head_dim}; q and k must share head_dim")
     if (seqlen_v, heads_v) != (seqlen_k, heads_kv):
@@ -187,7 +188,7 @@ def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> d
     if 0 in (heads_q, heads_kv, head_dim) or (v and not head_dim_v):
         raise ProblemError(
             f"shapes {', '.join(f'{n} {s.shape}' for n, s in named.items())}: heads and head_dim must be at least 1 "
-            "(batch and seqlen may be 0)"
+            f"(batch and seqlen may be 0) in {LAYOUT}"
         )
     if heads_q % heads_kv:
         raise ProblemError(
@@ -234,6 +235,7 @@ def _checked(
     """The specs of all operands, the first `validated` of which are judged already; dense where there are none yet."""
     checked: list[Any] = list(specs)
     q, k, *_ = checked
+    totals = {f"rows_{side}": f"total_{side}" for side in "qk" if lengths.get(f"is_packed_{side}")}
     ranks = {"batch_q": len(q.shape), "batch_k": len(k.shape)}
     for number, operand in enumerate(op.operands[validated:], validated):
         spec, is_output = specs[number], number >= len(op.inputs)
@@ -245,12 +247,13 @@ def _checked(
             checked[number] = check_mod_array(operand, spec, q, lengths, is_output)
             continue
         missing = MISSING_AXES[ranks.get(operand.axes[0], 4)]  # why 4: sinks keep their heads
-        shape = tuple([lengths[axis] for axis in operand.axes if axis not in missing])
+        axes = [axis for axis in operand.axes if axis not in missing]
+        shape = tuple([lengths[axis] for axis in axes])
         allowed = dtypes[operand.dtype]
         if spec is None:
             checked[number] = ArraySpec.contiguous(shape, allowed[0], q.device, q.library)
         else:
-            check_operand(operand.name, spec, q, shape, allowed)
+            check_operand(operand.name, spec, q, shape, allowed, [totals.get(axis, axis) for axis in axes])
             if is_output:
                 check_output(operand.name, spec)
     return tuple(checked)
@@ -268,11 +271,15 @@ def _of_states(op: Op, specs: Specs) -> Problem:
         raise ProblemError(f"outs[0] has shape {shape}, rank {len(shape)}; give {LAYOUT}")
     b, s, h, d = first.as_4d().shape
     if h < 1 or d < 1:
-        raise ProblemError(f"outs[0] has shape {shape}; heads and head_dim must be at least 1 (others may be 0)")
+        raise ProblemError(
+            f"outs[0] has shape {shape}; heads and head_dim must be at least 1 (others may be 0) in {LAYOUT}"
+        )
     lse_shape, lse_dtype = (b, h, s)[4 - len(shape) :], DTYPES[first.dtype].accumulator
+    missing = MISSING_AXES[len(shape)]
+    out_axes, lse_axes = ([x for x in operand.axes if x not in missing] for operand in op.outputs)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check_operand(f"outs[{i}]", out, first, shape, (first.dtype,), "outs[0]")
-        check_operand(f"lses[{i}]", lse, first, lse_shape, (lse_dtype,), "outs[0]")
+        check_operand(f"outs[{i}]", out, first, shape, (first.dtype,), out_axes, "outs[0]")
+        check_operand(f"lses[{i}]", lse, first, lse_shape, (lse_dtype,), lse_axes, "outs[0]")
     results = first.with_packed_strides(), lses[0].with_packed_strides()
     lengths = b, s, 0, h, h, 0, d
     return Problem(

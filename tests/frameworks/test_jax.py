@@ -302,7 +302,7 @@ def test_dot_product_attention_has_the_signature_of_jax_and_refuses_what_it_cann
     for window in ((-1, 2), -1, np.int64(-3), np.array([-1, 2])):
         with pytest.raises(UnsupportedError, match="numbers of keys >= 0"):
             dot_product_attention(*arrays, local_window_size=window)
-    reasons = {"local_window_size": (2.5, "neither a number"), "scale": (True, "a bool"), "is_causal": (1, "a int")}
+    reasons = {"local_window_size": (2.5, "neither a number"), "scale": (True, "a bool"), "is_causal": (1, "an int")}
     for name, (value, message) in reasons.items():
         with pytest.raises(ProblemError, match=f"^{name}={value} is {message}"):
             dot_product_attention(*arrays, **{name: value})
