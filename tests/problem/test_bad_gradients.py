@@ -14,6 +14,7 @@ from cuflash.errors import ProblemError
 from cuflash.testing.cases import Case
 from cuflash.testing.gradients import backward, backward_args
 from cuflash.testing.layouts import identical
+from cuflash.units import kind_of
 
 LIBRARIES = "CuPy, PyTorch, JAX or NumPy"
 
@@ -57,7 +58,7 @@ FLOAT32 = rows(
     ("softcap", {"softcap": -2}, ("softcap=-2", CAP)),
     ("causal", {"causal": 1}, ("causal=1 is an int", "True or False")),
     *((f"deterministic_{type(value).__name__}", {"deterministic": value},
-       (f"deterministic={value!r} is a {type(value).__name__}", "True or False"))
+       (f"deterministic={value!r} is {kind_of(value)}", "True or False"))
       for value in (1, None, "no", 1.0)),
 )  # fmt: skip
 FLOAT16 = rows(
