@@ -4,6 +4,13 @@ Ready-made masks and scores, and the functions that user functions may call:
 
     out = cuflash.forward(q, k, v, mask_mod=mods.and_masks(mods.causal, mods.document(offsets)))
 
+Integers are computed as int64 where int32 may not hold them. Sums of captured integers of 32 and 64 bits wrap at 2^63,
+as int64 does in NumPy and PyTorch; sums of indices and lengths that may go beyond it are refused. Captured uint64 are
+compared, divided, shifted to the right and combined bit by bit; sums of them are refused. A captured float64, or an
+integer that float32 does not hold, is computed with in float64 where a comparison, a rounding, a remainder, a cast to
+integers or a difference of two float64 reads it. All other floats are float32, as scores are, and so are indices that
+meet floats. float64 takes 64 times as long as float32 on consumer GPUs, so subtract an offset beforehand where you can.
+
 In the examples of their docstrings `np` is NumPy, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
 """
 

@@ -16,7 +16,6 @@ from ..arrays.find import library_of
 from ..errors import ProblemError, UnsupportedError
 from ..mods.analysis.intervals import Band, band
 from ..mods.graph.graph import Graph
-from ..mods.graph.operations import Type
 from ..mods.tracing.operand import is_integer, name_of_dtype
 from ..mods.tracing.trace import trace
 from ..problem.mod_spec import BIAS_AXES, Bias, ModSpec, captured, make_mod_spec
@@ -222,7 +221,7 @@ def _numbers(
         raise ProblemError(f"captured_grads is {kind_of(captured_grads)}; give a tuple of arrays, () for none")
     numbers = [*range(0 if score is None else len(score.arrays))]
     numbers += [loaded - 1] if mod_args.bias is not None else []
-    numbers = [number for number in numbers if mod_spec.arrays[number].type == Type.FLOAT32]
+    numbers = [number for number in numbers if mod_spec.arrays[number].type.is_float]
     numbers += [loaded] if mod_args.sinks is not None else []
     groups = [tuple([number for number in numbers if arrays[number] is x]) for x in captured_grads]
     for place, (x, group) in enumerate(zip(captured_grads, groups, strict=True)):

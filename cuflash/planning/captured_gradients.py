@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
-from ..mods.graph.affine import linear
 from ..mods.graph.derivative import differentiate
 from ..mods.graph.graph import Node
+from ..mods.graph.linear import linear
 from ..problem.array_spec import ArraySpec, packed_strides
 from ..problem.dtypes import DTYPES
 from ..problem.mod_spec import BIAS_AXES, ModSpec

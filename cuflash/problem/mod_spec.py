@@ -68,7 +68,8 @@ class ModSpec:
         order = post_order([root for root in roots if root is not None])
         places = {each: place for place, each in enumerate(order)}
         nodes = [
-            [each.op, each.type.value, [places[x] for x in each.arguments], each.value, each.range] for each in order
+            [each.op, each.type.value, [places[x] for x in each.arguments], each.value, each.range, each.extent]
+            for each in order
         ]
         ends = [None if root is None else places[root] for root in roots]
         flags = self.has_sinks, self.drops, self.has_block_mask
@@ -79,9 +80,9 @@ class ModSpec:
         """Returns the inverse of `encoded`, in any process."""
         rows, ends, arrays, (has_sinks, drops, has_block_mask), digest, mask_tile_axes = encoded
         nodes: list[Node] = []
-        for op, type, arguments, value, range in rows:
-            limits = None if range is None else tuple(range)
-            nodes.append(node(op, Type(type), [nodes[place] for place in arguments], value, limits))
+        for op, type, arguments, value, *ranges in rows:  # programs of older versions have one range
+            limits = (None if range is None else tuple(range) for range in ranges)
+            nodes.append(node(op, Type(type), [nodes[place] for place in arguments], value, *limits))
         score, mask = (None if place is None else nodes[place] for place in ends)
         kinds = tuple(ArrayKind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
         return cls(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
@@ -144,7 +145,7 @@ def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node
             continue
         arguments = [replaced[argument] for argument in each.arguments]
         if each.op == "load":
-            replaced[each] = load(each.value + first_array, each.type, arguments)
+            replaced[each] = load(each.value + first_array, each.type, arguments, each.extent)
         else:
             replaced[each] = rebuilt(each, arguments)
     return replaced[root]

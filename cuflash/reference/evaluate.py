@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..mods.graph.graph import Node, post_order
-from ..mods.graph.operations import NUMPY, Type
+from ..mods.graph.operations import NUMPY, Type, converted
 from ..mods.graph.simplify import pick_form
 
 
@@ -21,7 +21,7 @@ def evaluate(
     """The values of nodes, as arrays or scalars of NumPy.
 
     inputs: the values of inputs by name, which are broadcast together. arrays: the captured arrays, as NumPy's.
-    float_type: the type in which floats are computed; float64 shows what rounding adds.
+    float_type: the type in which float32 is computed; float64 shows what rounding adds.
     """
     values: dict[Node, Any] = {}
     roots = [pick_form(root, keys_as_rows=False) for root in roots]
@@ -39,7 +39,7 @@ def evaluate(
                 value = _load(arrays[each.value], below)
             else:
                 value = NUMPY[each.op](*below)
-            values[each] = np.asarray(value).astype(kind)
+            values[each] = converted(value, kind)
     return [values[root] for root in roots]
 
 

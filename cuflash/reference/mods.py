@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from ..mods.graph.derivative import differentiate
 from ..mods.graph.graph import Node
-from ..mods.graph.operations import Type
 from ..problem.mod_arrays import MASK_TILE
 from ..problem.mod_spec import LEAST_SCORE, SCORE, ModSpec
 from ..problem.problem import Problem
@@ -158,7 +157,7 @@ class ModGradients:
         self, mod_scores: ModScores, dtype: np.dtype[Any], array_numbers: Collection[int] | None = None
     ) -> None:
         self.mod_scores = mod_scores
-        loads = [each for each in mod_scores.derivatives if each.op == "load" and each.type == Type.FLOAT32]
+        loads = [each for each in mod_scores.derivatives if each.op == "load" and each.type.is_float]
         numbers = {each.value for each in loads} if array_numbers is None else array_numbers
         self._loads = [each for each in loads if each.value in numbers]
         self.arrays = {n: np.zeros(mod_scores.arrays[n].shape, dtype) for n in numbers if n < len(mod_scores.arrays)}

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import run_python
 
-from cuflash.mods.graph.affine import LinearForm, from_linear, linear
+from cuflash.mods.graph.affine import from_linear
 from cuflash.mods.graph.graph import Node
+from cuflash.mods.graph.linear import LinearForm, linear
 from cuflash.mods.graph.operations import Type
 from cuflash.mods.graph.simplify import build, cast, constant
 
@@ -120,7 +121,8 @@ def test_the_order_of_a_forms_parts_changes_nothing() -> None:
 def test_nodes_of_forms_are_the_same_in_every_process() -> None:
     code = """
 from cuflash.mods.graph.graph import variable
-from cuflash.mods.graph.affine import LinearForm, from_linear
+from cuflash.mods.graph.affine import from_linear
+from cuflash.mods.graph.linear import LinearForm
 names = {order}
 print(from_linear(LinearForm(5, dict((variable(name), place % 2 * 2 - 1) for place, name in names))))
 """

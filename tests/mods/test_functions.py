@@ -140,7 +140,9 @@ def test_names_that_mean_something_else_in_one_library() -> None:
     tanh = 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (1 + 0.044715)))
     assert exact("gelu", 1.0, library="jax") == pytest.approx(tanh, rel=1e-6)
     assert exact("gelu", 1.0) == pytest.approx(CURVES["gelu"](1.0), rel=1e-6)
-    assert call("floor", [SCORE], {}, "math").type == Type.INT32
+    assert call("floor", [SCORE], {}, "math").type == Type.INT64
+    for few in (build("multiply", build("tanh", SCORE), constant(99.0)), build("divide", Q, constant(3))):
+        assert call("floor", [few], {}, "math").type == Type.INT32
     assert call("floor", [SCORE], {}, "numpy").type == Type.FLOAT32
     assert exact("div", -7, 2, library="jax") == -3
 
@@ -149,7 +151,7 @@ def test_dtypes_of_all_libraries_cast() -> None:
     for dtype in ("int32", np.int32, np.dtype("int32"), bool, np.float16):
         assert call("astype", [SCORE, dtype], {}).type in (Type.INT32, Type.BOOL, Type.FLOAT32)
     assert call("to", [Q, "cuda:0"], {}) is Q
-    assert call("to", [Q], {"dtype": float}).type == Type.FLOAT32
+    assert call("to", [Q], {"dtype": float}).type == Type.FLOAT64
     for dtype in ("uint8", np.int16, np.uint32):
         with pytest.raises(ProblemError, match=r"a cast to u?int\d+, which would wrap"):
             call("astype", [Q, dtype], {})
@@ -174,7 +176,7 @@ def test_new_arrays_beside_a_scalar_are_scalars() -> None:
 def test_every_name_is_a_function_of_something() -> None:
     for name in FUNCTIONS:
         outcomes = []
-        for arguments in ([SCORE], [SCORE] * 2, [SCORE] * 3, [Q, Q], [Q], [SCORE, Q, SCORE], [SCORE, (), 1]):
+        for arguments in ([SCORE], [SCORE] * 2, [SCORE] * 3, [Q, Q], [Q, 3], [Q], [SCORE, Q, SCORE], [SCORE, (), 1]):
             try:
                 outcomes.append(call(name, arguments, {}))
             except ProblemError as error:

@@ -45,6 +45,10 @@ inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4)
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline double __dadd_rn(double x, double y) { return x + y; }
+inline double __dsub_rn(double x, double y) { return x - y; }
+inline double __dmul_rn(double x, double y) { return x * y; }
+inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float min_nan_f32(float x, float y) { return x != x ? x : y != y || y < x ? y : x; }
 inline float max_nan_f32(float x, float y) { return x != x ? x : y != y || y > x ? y : x; }

@@ -10,7 +10,6 @@ import weakref
 from typing import Any
 
 from ...mods.graph.graph import Node, post_order, variable
-from ...mods.graph.operations import Type
 from ...mods.graph.simplify import build, constant, rebuilt, transform
 from ...problem.mod_spec import ModSpec, substituted
 from ...problem.operands import MOD_KINDS, SINKS, Operand
@@ -66,7 +65,7 @@ def is_mod_operand(operand: Operand) -> bool:
 def differentiable(mod_spec: ModSpec) -> tuple[int, ...]:
     """The numbers of the arrays that may have gradients; that after the last one is of the sinks."""
     loads = [] if mod_spec.score is None else [each for each in post_order([mod_spec.score]) if each.op == "load"]
-    numbers = {each.value for each in loads if mod_spec.arrays[each.value].type == Type.FLOAT32}
+    numbers = {each.value for each in loads if mod_spec.arrays[each.value].type.is_float}
     return *sorted(numbers), *([len(mod_spec.arrays)] if mod_spec.has_sinks else [])
 
 

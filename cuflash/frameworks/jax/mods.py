@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import ProblemError
-from ...mods.graph.graph import CapturedArray, Graph, Node, digest
+from ...mods.graph.graph import CapturedArray, Graph, Node, digest, post_order
+from ...mods.graph.operations import Type
 from ...mods.graph.simplify import cast, load, rebuilt, transform
 from ...mods.tracing.jaxpr import graph_of_jaxpr
-from ...mods.tracing.operand import is_of_library, name_of_dtype, type_of_dtype
-from ...mods.tracing.trace import SIGNATURES, trace
+from ...mods.tracing.operand import extent_of_dtype, is_of_library, name_of_dtype, type_of_dtype
+from ...mods.tracing.trace import SIGNATURES, name_of, trace
 from ...ops.block_mask import BlockMask
 from ...ops.dropout_seed import seed_number
 from ...ops.mods import ModArgs, resolve_mods
@@ -125,7 +126,26 @@ def _graph(function: Any, kind: str) -> Graph | None:
             raise
         graph = _graph_by_jax(function, kind, error)
     called = f"an array that {kind} refers to"
-    return _of_arrays(graph, [checked_array(called, each.array) for each in graph.arrays])
+    arrays = [checked_array(called, each.array) for each in graph.arrays]
+    for number, (x, each) in enumerate(zip(arrays, graph.arrays, strict=True)):
+        if name_of_dtype(x.dtype) != each.dtype and _decides(graph, number) and not _is_kept(each.array, x.dtype):
+            raise ProblemError(
+                f"{kind} {name_of(function)} refers to an array of {each.dtype} of shape {each.shape}, which JAX makes "
+                f"{x.dtype}, so that its values change; enable jax_enable_x64, or subtract an offset before the call"
+            )
+    return _of_arrays(graph, arrays)
+
+
+def _decides(graph: Graph, number: int) -> bool:
+    """Whether an array holds integers, or floats that decide a mask or an index."""
+    loads = (x for x in post_order([graph.root]) if x.op == "load" and x.value == number)
+    return any(x.type != Type.FLOAT32 for x in loads)
+
+
+def _is_kept(array: np.ndarray[Any, Any], dtype: Any) -> bool:
+    """Whether the values of an array stay as they are in another dtype."""
+    with np.errstate(all="ignore"):
+        return np.array_equal(array.astype(dtype).astype(array.dtype), array, equal_nan=array.dtype.kind == "f")
 
 
 def _graph_by_jax(function: Any, kind: str, error: Exception) -> Graph:
@@ -156,14 +176,15 @@ def _line_of(error: Exception) -> str:
 
 
 def _of_arrays(graph: Graph, arrays: list[Any]) -> Graph:
-    """The same graph of other arrays with the same values. why: JAX may have narrower ones of NumPy's."""
+    """The same graph of other arrays. why: JAX may have narrower ones of NumPy's."""
     captured = [CapturedArray(x, name_of_dtype(x.dtype), tuple(x.shape), type_of_dtype(x.dtype)) for x in arrays]
     if all(new.dtype == old.dtype for new, old in zip(captured, graph.arrays, strict=True)):
         return Graph(graph.root, tuple(captured), graph.digest)
 
     def rule(x: Node, arguments: list[Node]) -> Node:
         if x.op == "load":
-            return cast(load(x.value, captured[x.value].type, arguments), x.type)
+            narrow = captured[x.value]
+            return cast(load(x.value, narrow.type, arguments, extent_of_dtype(narrow.dtype)), x.type)
         return rebuilt(x, arguments)
 
     (root,) = transform([graph.root], rule)

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 
 from ...errors import UnsupportedError
 from ...log import logger
-from ...mods.graph.operations import Type
 from ...mods.tracing.trace import trace
 from ...ops.dropout_seed import seed_array, seed_number
 from ...ops.mods import ModArgs, ModCall, resolve_mods
@@ -135,7 +134,7 @@ def _leaves(mod_args: ModArgs, is_func: bool) -> list[torch.Tensor]:
     tensors = [mod_args.sinks] if mod_args.sinks is not None else []
     tensors += [mod_args.bias] if mod_args.bias is not None and mod_args.bias.is_floating_point() else []
     if mod_args.score_mod is not None:
-        tensors += [each.array for each in trace(mod_args.score_mod, "score_mod").arrays if each.type == Type.FLOAT32]
+        tensors += [each.array for each in trace(mod_args.score_mod, "score_mod").arrays if each.type.is_float]
     tensors = [x for x in tensors if torch.is_tensor(x) and (is_func or x.requires_grad)]
     return list({id(x): x for x in tensors}.values())
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from ..graph.affine import linear
 from ..graph.graph import Node, post_order, variable
-from ..graph.operations import Type
+from ..graph.linear import linear
 from ..graph.simplify import build, rebuilt, transform
 
 _UNIT = ("tanh", "erf", "sign")  # at most 1
@@ -33,8 +32,8 @@ def abs_bound(root: Node) -> float:
 
 def _bound(x: Node, parts: list[float]) -> float:
     """Returns the bound of a value that is not NaN, from the bounds of its arguments."""
-    if x.type != Type.FLOAT32:
-        return float(max(map(abs, x.bounds))) if x.type.is_integer else 1.0
+    if not x.type.is_float:
+        return float(max(map(abs, x.bounds)))
     if x.op == "constant":
         return float(abs(x.value))
     if x.op in _UNIT:
@@ -50,7 +49,7 @@ def _bound(x: Node, parts: list[float]) -> float:
 
 def _makes_nan(x: Node, parts: list[float]) -> bool:
     """True if a value may be NaN though none of its arguments is."""
-    if x.type != Type.FLOAT32 or x.op == "input" or x.op in _PASS_NAN_ON:
+    if not x.type.is_float or x.op == "input" or x.op in _PASS_NAN_ON:
         return False
     if x.op == "constant":
         return math.isnan(x.value)

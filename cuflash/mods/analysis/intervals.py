@@ -1,6 +1,6 @@
 """Intervals of keys that a row may see, from its mask alone, where the mask is an interval or lies in one.
 
-Assumes that sums of integers in the mask do not wrap. Sums that are built here are int64 where int32 may wrap.
+Sums that may wrap, of captured int64, have none. Sums that are built here are int64 where int32 may wrap.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..graph.affine import LinearForm, from_linear, linear
+from ..graph.affine import from_linear
 from ..graph.graph import MAX_INDEX, Node, post_order, variable
+from ..graph.linear import LinearForm, linear
 from ..graph.operations import BITS, COMPARISONS, Type
 from ..graph.simplify import build, cast, constant
 
@@ -21,6 +22,7 @@ OPEN = MAX_INDEX + 1
 MOST_PARTS = 16
 # Larger factors are left alone, so that int64 holds the sums.
 MAX_FACTOR = 2**31 - 1
+_WRAPPING = {"add", "subtract", "multiply", "negative", "absolute", "left_shift"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ def _span_of_row(condition: Node) -> _Span:
 
 
 def _span_of_comparison(node: Node, is_true: bool) -> _Span | None:
+    if any(x.op in _WRAPPING and x.extent == Type.INT64.limits for x in post_order(node.arguments)):
+        return None
     difference = linear(node.arguments[1]) - linear(node.arguments[0])
     if node.op in ("less", "less_equal"):
         positive = difference if is_true else difference * -1
@@ -316,7 +320,7 @@ def _keeps_direction(node: Node, sign: int) -> bool:
     """True if sign × node provably never falls when q_idx rises. Captured arrays need not be sorted."""
     if "q_idx" not in node.inputs:
         return True
-    if node.type == Type.FLOAT32 or any(each.type == Type.FLOAT32 for each in node.arguments):
+    if node.type.is_float or any(each.type.is_float for each in node.arguments):
         return False
     if node.op == "input":
         return sign > 0

@@ -6,18 +6,16 @@ for each score. The text calls the functions of kernels_cu/common/mod_functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ..graph.graph import CapturedArray, Node, post_order
-from ..graph.operations import COMPARISONS, Type
-from ..graph.simplify import constant, has_inverse
-from .hoisting import FLOAT_INPUTS, KEY, STAGE_NAMES, STAGES, SUMS, stage_of, staged
+from ..graph.operations import Type
+from .hoisting import FLOAT_INPUTS, KEY, STAGE_NAMES, STAGES, stage_of, staged
+from .scalars import SCALARS, expression, kind_of, literal
 
 _ROW = 1  # the stage
-_SCALARS = {Type.BOOL: "bool", Type.INT32: "int", Type.INT64: "long long", Type.FLOAT32: "float"}
 _STORAGE = {
     "bool": "unsigned char",
     "int8": "signed char",
@@ -32,62 +30,6 @@ _STORAGE = {
     "bfloat16": "BFloat16",
     "float32": "float",
     "float64": "double",
-}
-_INFIX = {
-    "add": "+",
-    "subtract": "-",
-    "multiply": "*",
-    "divide": "/",
-    "less": "<",
-    "less_equal": "<=",
-    "equal": "==",
-    "not_equal": "!=",
-    "bitwise_and": "&",
-    "bitwise_or": "|",
-    "bitwise_xor": "^",
-}
-_PREFIX = {"negative": "-", "invert": "~", "logical_not": "!"}
-_FLOAT_FUNCTIONS = {
-    "exp": "expf",
-    "exp2": "exp2f",
-    "expm1": "expm1f",
-    "log": "logf",
-    "log2": "log2f",
-    "log1p": "log1pf",
-    "sqrt": "sqrtf",
-    "rsqrt": "rsqrtf",
-    "tanh": "hyperbolic_tangent",
-    "sin": "sinf",
-    "cos": "cosf",
-    "erf": "erff",
-    "sign": "sign",
-    "power": "powf",
-    "floor": "floorf",
-    "ceil": "ceilf",
-    "trunc": "truncf",
-    "round": "rintf",
-    "absolute": "fabsf",
-    "minimum": "minimum",
-    "maximum": "maximum",
-    "fmin": "fminf",
-    "fmax": "fmaxf",
-}
-# Operations of floats that must have the same bits in every kernel: the compiler fuses none of these sums and products,
-# and no function depends on a kernel's dtype.
-_EXACT = {"add": "__fadd_rn", "subtract": "__fsub_rn", "multiply": "__fmul_rn", "tanh": "tanhf"}
-_INTEGER_FUNCTIONS = {
-    "absolute": "absolute",
-    "minimum": "min",
-    "maximum": "max",
-    "fmin": "min",
-    "fmax": "max",
-    "right_shift": "shifted_right",
-}
-_DIVISIONS = {
-    "floor_divide": "floor_divide",
-    "remainder": "floor_remainder",
-    "truncated_divide": "truncated_divide",
-    "truncated_remainder": "truncated_remainder",
 }
 
 
@@ -203,7 +145,7 @@ class _Printer:
         )
         pairs = "".join(f"    LoadedPair<{self._storage(x.array)}, {x.kind}> {x.name};\n" for x in self.runs.values())
         members = [self._members(stage) for stage in (0, 1)]
-        fields = "".join(f"    {_SCALARS[x.type]} {result};\n" for x, result in zip(self.roots, results, strict=True))
+        fields = "".join(f"    {SCALARS[x.type]} {result};\n" for x, result in zip(self.roots, results, strict=True))
         structs = [("Arrays", arrays), ("Head", _fields(members[0])), ("Row", _fields(members[1]))]
         structs += [("Pair", pairs), ("Result", fields)]
         text = [f"template <bool kShortOffsets>\nstruct {name} {{\n"]
@@ -211,7 +153,7 @@ class _Printer:
         text += [f"  struct {title} {{\n{lines}  }};\n" for title, lines in structs]
         text += [self._function(stage, title, list(members[stage])) for stage, title in enumerate(("Head", "Row"))]
         text.append(self._pair_function())
-        values = [f"static_cast<{_SCALARS[x.type]}>({self._use(x, 2)})" for x in self.roots]
+        values = [f"static_cast<{SCALARS[x.type]}>({self._use(x, 2)})" for x in self.roots]
         return "".join([*text, self._function(2, "Result", values), "};\n"])
 
     def _members(self, stage: int) -> dict[str, str]:
@@ -220,7 +162,7 @@ class _Printer:
         values = [x for x in self.order if x in uses and x.op != "constant" and stage_of(x) == stage]
         offsets = {name: "Offset" for part, name in self.offsets.items() if part.stage == stage}
         runs = {x.name: f"ArrayRun<{self._storage(x.array)}>" for x in self.runs.values() if stage == _ROW}
-        return {self._name(x): _SCALARS[_kind(x)] for x in values} | offsets | runs
+        return {self._name(x): SCALARS[kind_of(x)] for x in values} | offsets | runs
 
     def _function(self, stage: int, result: str, values: list[str]) -> str:
         parameters = ["const Arrays& arrays"]
@@ -229,7 +171,7 @@ class _Printer:
         parameters += [f"{'float' if name in FLOAT_INPUTS else 'int'} {name}" for name in STAGES[stage]]
         parameters[-1] += " = 0.0f" * (STAGES[stage][-1] == "addend")
         lines = [
-            f"const {_SCALARS[_kind(x)]} {name} = {self._expression(x, stage)};"
+            f"const {SCALARS[kind_of(x)]} {name} = {self._expression(x, stage)};"
             for x, name in self.names.items()
             if stage_of(x) == stage
         ]
@@ -250,7 +192,7 @@ class _Printer:
     def _use(self, x: Node, stage: int) -> str:
         """Returns the text by which a stage refers to a value."""
         if x.op == "constant":
-            return _literal(x)
+            return literal(x)
         return self._name(x) if stage_of(x) == stage else f"{STAGE_NAMES[stage_of(x)]}.{self._name(x)}"
 
     def _expression(self, x: Node, stage: int) -> str:
@@ -258,19 +200,9 @@ class _Printer:
             return self._fma(x, stage)
         if x.op == "load":
             return self._load(x)
-        arguments = [self._use(each, stage) for each in x.arguments]
-        if x.op == "cast":
-            return f"static_cast<{_SCALARS[_kind(x)]}>({arguments[0]})"
-        if x.op == "where":
-            one, other = (_as(_kind(x), x.arguments[place], arguments[place]) for place in (1, 2))
-            return f"{arguments[0]} ? {one} : {other}"
-        kind = max(_kind(x), *map(_kind, x.arguments)) if x.op not in COMPARISONS else max(map(_kind, x.arguments))
-        arguments = [_as(kind, each, text) for each, text in zip(x.arguments, arguments, strict=True)]
         # why: values of a head or a row are computed seldom, so they need not be fast.
         is_exact = x in self.exact or (x.op == "tanh" and stage <= _ROW)
-        if is_exact and kind == Type.FLOAT32 and x.op in _EXACT:
-            return f"{_EXACT[x.op]}({', '.join(arguments)})"
-        return _operation(x, kind, arguments)
+        return expression(x, [self._use(each, stage) for each in x.arguments], is_exact)
 
     def _fma(self, x: Node, stage: int) -> str:
         place = self.fused[x]
@@ -282,10 +214,10 @@ class _Printer:
 
     def _load(self, x: Node) -> str:
         if x in self.runs:
-            return f"static_cast<{_SCALARS[x.type]}>(pair.{self.runs[x].name}.at(column))"
+            return f"static_cast<{SCALARS[x.type]}>(pair.{self.runs[x].name}.at(column))"
         last = _parts_of_offset(x)[-1]
         terms = self._earlier_offsets(x, last.stage) + ([self._offset(last, last.stage)] if last.axes else [])
-        return f"static_cast<{_SCALARS[x.type]}>(arrays.array{x.value}.at({' + '.join(terms) or '0'}))"
+        return f"static_cast<{SCALARS[x.type]}>(arrays.array{x.value}.at({' + '.join(terms) or '0'}))"
 
     def _run(self, x: Node, run: _Run) -> str:
         """Returns the value of a row from which its pairs load the elements."""
@@ -317,77 +249,3 @@ class _Printer:
 
 def _fields(members: dict[str, str]) -> str:
     return "".join(f"    {kind} {name};\n" for name, kind in members.items())
-
-
-def _kind(x: Node) -> Type:
-    """Returns the type of a value in CUDA. why not always the node's: arithmetic of int64 takes twice as long."""
-    least, greatest = Type.INT32.limits
-    is_short = x.type == Type.INT64 and least <= x.bounds[0] and x.bounds[1] <= greatest
-    return Type.INT32 if is_short else x.type
-
-
-def _as(kind: Type, x: Node, text: str) -> str:
-    return text if _kind(x) == kind else f"static_cast<{_SCALARS[kind]}>({text})"
-
-
-def _operation(x: Node, kind: Type, arguments: list[str]) -> str:
-    """Returns an operation of arguments that are all of this kind."""
-    is_float = kind == Type.FLOAT32
-    if x.op in _DIVISIONS and not is_float:
-        return _division(x, kind, arguments)
-    if not is_float and x.op in SUMS and x.range == x.type.limits:
-        return _wrapping(x.op, kind, arguments)
-    if x.op == "divide" and has_inverse(x.arguments[1]):
-        return f"divided({', '.join(arguments)}, {_literal(constant(1 / x.arguments[1].value))})"
-    if x.op in _PREFIX:
-        return f"{_PREFIX[x.op]}{arguments[0]}"
-    if x.op in _INFIX:
-        return f"{arguments[0]} {_INFIX[x.op]} {arguments[1]}"
-    name = _DIVISIONS.get(x.op) or (_FLOAT_FUNCTIONS if is_float else _INTEGER_FUNCTIONS)[x.op]
-    return f"{name}({', '.join(arguments)})"
-
-
-def _wrapping(op: str, kind: Type, arguments: list[str]) -> str:
-    if op == "left_shift":
-        return f"shifted_left({', '.join(arguments)})"
-    if op == "negative":
-        return f"wrapping_subtract({_integer(0, kind)}, {arguments[0]})"
-    return f"wrapping_{op}({', '.join(arguments)})"
-
-
-def _division(x: Node, kind: Type, arguments: list[str]) -> str:
-    """Returns a division of integers or its remainder; unsigned ones and shifts are shorter."""
-    scalar, (one, other) = _SCALARS[kind], x.arguments
-    is_quotient = x.op in ("floor_divide", "truncated_divide")
-    if one.bounds[0] >= 0 and other.bounds[0] > 0:
-        first, second = (f"static_cast<unsigned {scalar}>({each})" for each in arguments)
-        return f"static_cast<{scalar}>({first} {'/' if is_quotient else '%'} {second})"
-    is_floor = x.op in ("floor_divide", "remainder")
-    if is_floor and other.op == "constant" and other.value > 0 and other.value & (other.value - 1) == 0:
-        bits = other.value.bit_length() - 1
-        return f"{arguments[0]} >> {bits}" if is_quotient else f"{arguments[0]} & {_integer(other.value - 1, kind)}"
-    return f"{_DIVISIONS[x.op]}({', '.join(arguments)})"
-
-
-def _literal(x: Node) -> str:
-    """Returns the text of a constant, which is never a double."""
-    if x.type == Type.BOOL:
-        return "true" if x.value else "false"
-    if x.type != Type.FLOAT32:
-        return _integer(x.value, _kind(x))
-    if not math.isfinite(x.value):
-        bits = "0x7fc00000" if math.isnan(x.value) else "0x7f800000" if x.value > 0 else "0xff800000"
-        return f"__uint_as_float({bits}u)"
-    mantissa, _, exponent = x.value.hex().partition("p")
-    if "." in mantissa:
-        mantissa = mantissa.rstrip("0").rstrip(".")
-    text = f"{mantissa}p{exponent}f"
-    return f"({text})" if text[0] == "-" else text
-
-
-def _integer(value: int, kind: Type) -> str:
-    suffix = "ll" if kind == Type.INT64 else ""
-    # why: C++ has no literal of the least integer, it takes the minus off a positive one that does not fit.
-    if value in (Type.INT32.limits[0], Type.INT64.limits[0]):
-        return f"({value + 1}{suffix} - 1)"
-    return f"{value}{suffix}" if value >= 0 else f"({value}{suffix})"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..graph.affine import LinearForm, from_linear, linear
+from ..graph.affine import from_linear
 from ..graph.graph import MAX_INDEX, Node, node, post_order, variable
+from ..graph.linear import LinearForm, linear
 from ..graph.operations import COMPARISONS, ROUNDING, Type
 from ..graph.simplify import build, cast, constant, has_inverse, rebuilt, transform
 
@@ -59,7 +60,7 @@ def _sharp(roots: Iterable[Node]) -> set[Node]:
     for each in reversed(post_order(roots)):
         is_cut = each.op in _SHARP or (each.op == "cast" and each.type != Type.FLOAT32)
         if is_cut or each in sharp:
-            sharp.update(argument for argument in each.arguments if argument.type == Type.FLOAT32)
+            sharp.update(argument for argument in each.arguments if argument.type.is_float)
     return sharp
 
 
@@ -70,7 +71,7 @@ def _with_columns(roots: Sequence[Node]) -> list[Node]:
     def rule(x: Node, arguments: list[Node]) -> Node:
         if x.op == "input" and x.value == "k_idx":
             return KEY
-        if x.op == "divide" and x not in sharp:
+        if x.op == "divide" and x.type == Type.FLOAT32 and x not in sharp:
             return _quotient(*arguments)
         if x.op in COMPARISONS and arguments[0].type.is_integer:
             return _comparison(x.op, *arguments)
@@ -123,9 +124,18 @@ def _comparison(op: str, x: Node, y: Node) -> Node:
     rest, factor = parts
     limit = from_linear(rest * (-1 if factor > 0 else 1))
     columns = build("multiply", COLUMN, constant(abs(factor)))
-    if limit.type != Type.INT32 or columns.range == Type.INT32.limits:
+    if columns.type != Type.INT32 or (limit.type != Type.INT32 and not _is_of_indices(x, y, limit)):
         return build(op, x, y)
+    if limit.type != Type.INT32:  # why: no multiple of the column reaches the ends of int32
+        least, greatest = (constant(end) for end in Type.INT32.limits)
+        limit = cast(build("minimum", build("maximum", limit, least), greatest), Type.INT32)
     return build(op, columns, limit) if factor > 0 else build(op, limit, columns)
+
+
+def _is_of_indices(x: Node, y: Node, limit: Node) -> bool:
+    """True if two integers are int64 because of multiples of indices and lengths alone."""
+    is_wide = Type.INT64 in (x.type, y.type) and not _may_wrap(limit)
+    return is_wide and all(each.op != "load" for each in post_order([x, y]))
 
 
 def _to_float(x: Node) -> Node:

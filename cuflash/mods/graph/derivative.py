@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .graph import Node, post_order
 from .operations import Type
+from .precision import settled
 from .simplify import build, cast, constant, has_inverse
 
 
@@ -40,18 +41,19 @@ def differentiate(root: Node, seed: Node | None = None) -> dict[Node, Node]:
             if argument in live:
                 part = _part(each, place, adjoints[each])
                 adjoints[argument] = _sum(adjoints[argument], part) if argument in adjoints else part
-    return {each: _closed(adjoints.get(each)) for each in order if _is_key(each)}
+    keys = [each for each in order if _is_key(each)]
+    return dict(zip(keys, settled(_closed(adjoints.get(each)) for each in keys), strict=True))
 
 
 def _is_key(node: Node) -> bool:
-    return node.type == Type.FLOAT32 and node.op in ("input", "load")
+    return node.type.is_float and node.op in ("input", "load")
 
 
 def _live(order: list[Node]) -> set[Node]:
     """Returns the nodes that change with the score or with a loaded float."""
     live: set[Node] = set()
     for each in order:
-        is_smooth = each.type == Type.FLOAT32 and each.op in _SMOOTH
+        is_smooth = each.type.is_float and each.op in _SMOOTH
         if _is_key(each) or (is_smooth and any(argument in live for argument in each.arguments)):
             live.add(each)
     return live
@@ -183,6 +185,7 @@ def _modulus_part(divide: str) -> Callable[[Node, Node], Node]:
 
 # For other operations, the adjoint of each argument from the node and its adjoint.
 _PARTS: dict[str, tuple[Callable[[Node, Node], Node], ...]] = {
+    "cast": (_same,),  # of floats; no other is live
     "negative": (_opposite,),
     "add": (_same, _same),
     "subtract": (_same, _opposite),

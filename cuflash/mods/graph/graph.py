@@ -28,10 +28,10 @@ class Node:
     `op` is "constant" (its value is `value`), "input" (`value` is its name), "load" (`value` is the number of the
     captured array, `arguments` are its indices), "cast", or a name of `operations.NUMPY`. `inputs` holds the names of
     all inputs below, `range` is what bool and integer values lie in, and `digest` is of the whole expression: the same
-    in every process.
+    in every process. `extent` is a range, too, often a narrower one: types follow from it, code from `range` alone.
     """
 
-    __slots__ = ("__weakref__", "arguments", "digest", "inputs", "op", "range", "type", "value")
+    __slots__ = ("__weakref__", "arguments", "digest", "extent", "inputs", "op", "range", "type", "value")
 
     op: str
     type: Type
@@ -39,7 +39,12 @@ class Node:
     value: Any
     inputs: frozenset[str]
     range: Range | None
+    extent: Range | None
     digest: bytes
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        for name, value in ({"extent": state[1].get("range")} | state[1]).items():  # older pickles have no extent
+            setattr(self, name, value)
 
     def __repr__(self) -> str:
         if self.op in ("constant", "input"):
@@ -53,17 +58,34 @@ class Node:
         assert self.range is not None, self
         return self.range
 
+    @property
+    def ends(self) -> Range:
+        """The extent of a node that is known to have one."""
+        assert self.extent is not None, self
+        return self.extent
 
-_Key = tuple[str, Type, tuple[Node, ...], Any]
+
+_Key = tuple[str, Type, tuple[Node, ...], Any, Range | None]
 _nodes: weakref.WeakValueDictionary[_Key, Node] = weakref.WeakValueDictionary()
 _lock = Lock()
+_FORMATS = {Type.FLOAT32: "<f", Type.FLOAT64: "<d"}
 
 
-def node(op: str, type: Type, arguments: Sequence[Node] = (), value: Any = None, range: Range | None = None) -> Node:
+def node(
+    op: str,
+    type: Type,
+    arguments: Sequence[Node] = (),
+    value: Any = None,
+    range: Range | None = None,
+    extent: Range | None = None,
+) -> Node:
     """Returns the interned node of an expression (hash-consing). Nothing is folded: see `build`."""
     # why bits: -0.0 and 0.0 are equal, and NaN is not equal to itself.
-    bits = struct.pack("<f", value) if op == "constant" and type == Type.FLOAT32 else None
-    key = op, type, tuple(arguments), value if bits is None else bits
+    bits = struct.pack(_FORMATS[type], value) if op == "constant" and type.is_float else None
+    range = None if type.is_float else range or type.limits
+    extent = extent or range
+    # why the extent of loads alone: all others follow from their arguments.
+    key = op, type, tuple(arguments), value if bits is None else bits, extent if op == "load" else None
     with _lock:
         node = _nodes.get(key)
         if node is None:
@@ -71,7 +93,7 @@ def node(op: str, type: Type, arguments: Sequence[Node] = (), value: Any = None,
             node.op, node.type, node.arguments, node.value = op, type, tuple(arguments), value
             names = [value] if op == "input" else []
             node.inputs = frozenset(names).union(*(each.inputs for each in arguments))
-            node.range = None if type == Type.FLOAT32 else range or type.limits
+            node.range, node.extent = range, extent
             mark = repr(value).encode() if bits is None else bits
             node.digest = _hash(f"{op} {type.name} ".encode(), mark, *(each.digest for each in arguments))
     return node

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,14 @@ Function = Callable[..., Any]
 
 
 class Type(enum.IntEnum):
-    """The type of a node. Where two meet, the larger one is the type of the result."""
+    """The type of a node. The numbers stay: XLA's programs and pickled block masks hold them."""
 
     BOOL = 0
     INT32 = 1
     INT64 = 2
     FLOAT32 = 3
+    UINT64 = 4
+    FLOAT64 = 5
 
     @property
     def numpy(self) -> type[np.generic]:
@@ -31,8 +33,13 @@ class Type(enum.IntEnum):
 
     @property
     def is_integer(self) -> bool:
-        """True of integer types; bool is none."""
+        """True of signed integers; bool is none."""
         return self in (Type.INT32, Type.INT64)
+
+    @property
+    def is_float(self) -> bool:
+        """True of floats."""
+        return self in (Type.FLOAT32, Type.FLOAT64)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -45,8 +52,38 @@ _NUMPY: dict[Type, type[np.generic]] = {
     Type.INT32: np.int32,
     Type.INT64: np.int64,
     Type.FLOAT32: np.float32,
+    Type.UINT64: np.uint64,
+    Type.FLOAT64: np.float64,
 }
-_LIMITS = {Type.BOOL: (0, 1), Type.INT32: (-(2**31), 2**31 - 1), Type.INT64: (-(2**63), 2**63 - 1)}
+_LIMITS = {
+    Type.BOOL: (0, 1),
+    Type.INT32: (-(2**31), 2**31 - 1),
+    Type.INT64: (-(2**63), 2**63 - 1),
+    Type.UINT64: (0, 2**64 - 1),
+}
+_ORDER = (Type.BOOL, Type.INT32, Type.INT64, Type.UINT64, Type.FLOAT32, Type.FLOAT64)
+
+
+def common_type(types: Iterable[Type]) -> Type:
+    """Returns the type of a result where these types meet."""
+    return max(types, key=_ORDER.index)
+
+
+def converted(x: Any, type: Any) -> Any:
+    """Returns numbers as another type of NumPy. Floats become integers as on a GPU: the nearest one, 0 of NaN.
+
+    A NaN that becomes a 64-bit integer, or a float64 NaN, becomes the integer whose highest bit alone is set.
+    """
+    x = np.asarray(x)
+    if x.dtype.kind != "f" or np.dtype(type).kind not in "iu":
+        return x.astype(type)
+    least, greatest = np.iinfo(type).min, np.iinfo(type).max
+    whole, limit = np.trunc(x.astype(np.float64)), float(greatest) + (greatest < 2**53)
+    is_inside = (whole >= float(least)) & (whole < limit)
+    highest_bit = np.array(1, f"u{np.dtype(type).itemsize}") << (8 * np.dtype(type).itemsize - 1)
+    of_nan = highest_bit.view(type) if 8 in (x.dtype.itemsize, np.dtype(type).itemsize) else np.array(0, type)
+    outside = np.where(np.isnan(x), of_nan, np.where(x > 0, np.array(greatest, type), np.array(least, type)))
+    return np.where(is_inside, np.where(is_inside, whole, 0).astype(type), outside)
 
 
 def _is_float(x: Any) -> bool:

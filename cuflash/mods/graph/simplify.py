@@ -1,13 +1,14 @@
 """Builds nodes: gives them types, folds constants, and simplifies what the ranges of integers decide.
 
-Types are torch's without float64: bool < int32 < int64 < float32, and a Python number does not widen anything. Integers
-wrap as they do in C, and what a range says holds only where they do not.
+Types are bool < int32 < int64 < uint64 < float32 < float64. Integers that int32 may not hold are int64, and those of
+int64 wrap as they do in C. What a range says holds only where they do not. `precision` decides which floats stay
+float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +16,24 @@ import numpy as np
 
 from ...errors import ProblemError
 from . import operations
+from .extents import GROWING, extent_of, is_inside
+from .float_ranges import rounded_range
 from .graph import Node, Range, node, post_order
-from .operations import BITS, BOOL_FORMS, COMMUTATIVE, COMPARISONS, FLOATING, NUMPY, ROUNDING, Type
+from .operations import (
+    BITS,
+    BOOL_FORMS,
+    COMMUTATIVE,
+    COMPARISONS,
+    FLOATING,
+    NUMPY,
+    ROUNDING,
+    Type,
+    common_type,
+    converted,
+)
 
-BOOL, INT32, INT64, FLOAT32 = Type
+BOOL, INT32, INT64, FLOAT32, UINT64, FLOAT64 = Type
+_AS_INT64 = "make an int64 array of it before the call, or bound the value first, as by & or %"
 # Operations of bools; for all others, bools become integers.
 _TAKE_BOOLS = {*COMPARISONS, "bitwise_and", "bitwise_or", "bitwise_xor", "logical_not", "alike"}
 
@@ -27,9 +42,9 @@ def constant(value: Any, type: Type | None = None) -> Node:
     """Returns the node of a number. Without a type, floats are float32, and integers int32 where it holds them."""
     if type is None:
         type = _type_of_number(value)
-    if type == FLOAT32:
+    if type.is_float:
         with np.errstate(over="ignore"):
-            return node("constant", type, value=float(np.float32(value)))
+            return node("constant", type, value=float(type.numpy(value)))
     value = bool(value) if type == BOOL else int(value)
     return node("constant", type, value=value, range=(int(value), int(value)))
 
@@ -39,8 +54,8 @@ def _type_of_number(value: Any) -> Type:
         return BOOL
     if isinstance(value, float | np.floating):
         return FLOAT32
-    least, greatest = INT32.limits
-    return INT32 if least <= int(value) <= greatest else INT64
+    number = int(value)
+    return next((type for type in (INT32, INT64) if is_inside((number, number), type)), UINT64)
 
 
 def cast(x: Node, type: Type) -> Node:
@@ -49,16 +64,18 @@ def cast(x: Node, type: Type) -> Node:
         return x
     if x.op == "constant":
         with np.errstate(all="ignore"):
-            value = x.type.numpy(x.value).astype(type.numpy)
-        return constant(value, type)
+            return constant(converted(x.type.numpy(x.value), type.numpy), type)
     if type == BOOL:
         return build("not_equal", x, constant(0, x.type))
     if type == FLOAT32 and x.type.is_integer and x.op in ("absolute", "negative") and _is_inside(x):
         return build(x.op, cast(x.arguments[0], FLOAT32))  # why: of floats it costs nothing
-    range = None
-    if type.is_integer and x.range is not None and _contains(type.limits, x.range):
-        range = x.range
-    return node("cast", type, [x], range=range)
+    range = extent = None
+    if not type.is_float and x.range is not None and x.extent is not None:
+        range = x.range if is_inside(x.range, type) else None
+        extent = x.extent if is_inside(x.extent, type) else None
+    elif x.type.is_float and not type.is_float:
+        extent = rounded_range(x, type)
+    return node("cast", type, [x], range=range, extent=extent)
 
 
 def _is_inside(x: Node) -> bool:
@@ -66,41 +83,96 @@ def _is_inside(x: Node) -> bool:
     return x.bounds[0] > x.type.limits[0]
 
 
-def build(op: str, *arguments: Node) -> Node:
-    """Returns the node of an operation of `operations.NUMPY`, or a simpler one that has the same value."""
+def build(op: str, *arguments: Node, grows: bool = True) -> Node:
+    """Returns the node of an operation of `operations.NUMPY`, or a simpler one that has the same value.
+
+    grows: True if the type of integers is chosen; else the result has that of the arguments.
+    """
     args = list(arguments)
-    if op in ROUNDING and args[0].type != FLOAT32:
+    if op in ROUNDING and not args[0].type.is_float:
         return args[0]
-    op, args, type, result = _typed(op, args)
+    if op in COMPARISONS and any(each.type == UINT64 for each in args) and (result := _of_signs(op, *args)):
+        return result
+    op, args, type, result_type = _typed(op, args)
+    extent = None
+    if type != BOOL and not result_type.is_float:
+        extent = extent_of(op, args)
+        if grows and type == INT32 and op in GROWING and not is_inside(extent, INT32):
+            args, type, result_type = [cast(each, INT64) for each in args], INT64, INT64
+        extent = extent if is_inside(extent, result_type) else None
     if all(each.op == "constant" for each in args):
         with np.errstate(all="ignore"):
-            return constant(NUMPY[op](*(each.type.numpy(each.value) for each in args)), result)
+            return constant(NUMPY[op](*(each.type.numpy(each.value) for each in args)), result_type)
     if op in COMMUTATIVE:
         args.sort(key=lambda each: (each.op == "constant", each.digest))
-    simpler = _simplified(op, args, type) or (_decided(op, *args) if type != FLOAT32 and len(args) == 2 else None)
-    return simpler or node(op, result, args, range=_range(op, result, args))
+    simpler = _simplified(op, args, type) or (_decided(op, *args) if not type.is_float and len(args) == 2 else None)
+    return simpler or node(op, result_type, args, range=_range(op, result_type, args), extent=extent)
+
+
+def _float_type(args: Iterable[Node]) -> Type:
+    """Returns the type of floats in which values meet."""
+    return FLOAT64 if any(each.type == FLOAT64 for each in args) else FLOAT32
 
 
 def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
     """Returns the operation, its arguments after casts, their type, and the type of the result."""
     if op in FLOATING or op in ROUNDING:
-        return op, [cast(each, FLOAT32) for each in args], FLOAT32, FLOAT32
-    if op == "where":
-        condition, x, y = args
-        type = max(x.type, y.type)
-        return op, [cast(condition, BOOL), cast(x, type), cast(y, type)], type, type
+        type = _float_type(args)
+        return op, [cast(each, type) for each in args], type, type
     if op == "logical_not":
         return op, [cast(args[0], BOOL)], BOOL, BOOL
-    type = max(each.type for each in args)
+    values = args[1:] if op == "where" else args
+    type = common_type(each.type for each in values)
+    if type.is_float:
+        type = _float_type(values)
+    elif type == UINT64:
+        values, type = _unsigned(op, values)
+        args = [*args[:1], *values] if op == "where" else values
+    if op == "where":
+        condition, x, y = args
+        return op, [cast(condition, BOOL), cast(x, type), cast(y, type)], type, type
     if type == BOOL:
         if op in ("negative", "subtract"):
             raise ProblemError(f"{op} of bool has no meaning; write ~ or ^")
         op = BOOL_FORMS.get(op, op)
         if op not in _TAKE_BOOLS:
             type = INT32
-    if op in BITS and type == FLOAT32:
+    if op in BITS and type.is_float:
         raise ProblemError(f"{op} of a float has no meaning; it takes integers and bool")
     return op, [cast(each, type) for each in args], type, BOOL if op in COMPARISONS else type
+
+
+# Operations of unsigned integers that only shrink them.
+_UNSIGNED = {*(BITS.keys() - {"left_shift"}), "minimum", "maximum", "fmin", "fmax", "absolute", "where"} | {
+    *("floor_divide", "remainder", "truncated_divide", "truncated_remainder"),
+    *COMPARISONS,
+    "alike",
+}
+
+
+def _unsigned(op: str, args: list[Node]) -> tuple[list[Node], Type]:
+    """Returns arguments of which some are uint64 as int64, if it holds them, else as uint64; and the type."""
+    if all(x.type != UINT64 or is_inside(x.ends, INT64) for x in args):
+        args = [cast(x, INT64) if x.type == UINT64 else x for x in args]
+        return args, common_type(x.type for x in args)
+    if op not in _UNSIGNED:
+        raise ProblemError(f"{op} of uint64, which may leave its 64 bits; {_AS_INT64}")
+    if any(x.ends[0] < 0 for x in (args[:1] if op == "right_shift" else args)):
+        raise ProblemError(f"{op} of uint64 and of an integer that may be negative; {_AS_INT64}")
+    return [cast(x, UINT64) for x in args], UINT64
+
+
+def _of_signs(op: str, x: Node, y: Node) -> Node | None:
+    """Returns a comparison of uint64 with an integer that may be negative; None of others."""
+    signed = y if x.type == UINT64 else x
+    if not signed.type.is_integer or signed.ends[0] >= 0:
+        return None
+    is_negative = build("less", signed, constant(0))
+    compared = build(op, *(each if each.type == UINT64 else cast(each, UINT64) for each in (x, y)))
+    # A negative number is not equal to the other one, and less than it.
+    if op == "not_equal" or (op in ("less", "less_equal") and signed is x):
+        return build("bitwise_or", is_negative, compared)
+    return build("bitwise_and", build("logical_not", is_negative), compared)
 
 
 def _is(x: Node, value: float) -> bool:
@@ -115,7 +187,7 @@ def _simplified(op: str, args: list[Node], type: Type) -> Node | None:
     if len(args) == 1:
         return _simplified_unary(op, args[0], type)
     x, y = args
-    is_exact = type != FLOAT32
+    is_exact = not type.is_float
     # why not x + 0.0: it makes 0.0 of -0.0.
     if op in ("add", "subtract", "bitwise_or", "bitwise_xor", "left_shift", "right_shift") and is_exact and _is(y, 0):
         return x
@@ -161,15 +233,15 @@ def _simplified_unary(op: str, x: Node, type: Type) -> Node | None:
     arguments = x.arguments
     if op in ("logical_not", "negative", "invert") and x.op == op:
         return arguments[0]
-    if op == "absolute" and type != FLOAT32 and x.bounds[0] >= 0:
+    if op == "absolute" and not type.is_float and x.bounds[0] >= 0:
         return x
-    if op == "negative" and type != FLOAT32 and x.op == "subtract":
+    if op == "negative" and not type.is_float and x.op == "subtract":
         return build("subtract", arguments[1], arguments[0])
     if op != "logical_not" or x.op not in COMPARISONS:
         return None
     if x.op in ("equal", "not_equal"):
         return build("not_equal" if x.op == "equal" else "equal", *arguments)
-    if arguments[0].type == FLOAT32:
+    if arguments[0].type.is_float:
         return None  # why: both comparisons with NaN are false
     return build("less_equal" if x.op == "less" else "less", arguments[1], arguments[0])
 
@@ -224,7 +296,7 @@ def _contains(outer: Range, inner: Range) -> bool:
 
 def _range(op: str, type: Type, args: list[Node]) -> Range | None:
     """Returns the range of an integer result; None, the whole type, where it may wrap or has no rule."""
-    if type == FLOAT32 or any(each.range is None for each in args):
+    if type.is_float or any(each.range is None for each in args):
         return None
     result = _unary_range(op, *args[0].bounds) if len(args) == 1 else _binary_range(op, *(x.bounds for x in args[-2:]))
     return result if result is not None and _contains(type.limits, result) else None
@@ -270,9 +342,12 @@ def _extremes(function: operations.Function, x: Range, y: Range) -> Range:
     return min(values), max(values)
 
 
-def load(number: int, type: Type, indices: list[Node]) -> Node:
-    """Returns an element of a captured array. Negative indices count from the end, and others are clamped."""
-    return node("load", type, indices, number)
+def load(number: int, type: Type, indices: list[Node], extent: Range | None = None) -> Node:
+    """Returns an element of a captured array. Negative indices count from the end, and others are clamped.
+
+    extent: the range of the array's integers, if it is narrower than that of the type.
+    """
+    return node("load", type, indices, number, extent=extent)
 
 
 def rebuilt(x: Node, arguments: list[Node]) -> Node:
@@ -280,8 +355,8 @@ def rebuilt(x: Node, arguments: list[Node]) -> Node:
     if x.op in ("input", "constant"):
         return x
     if x.op == "load":
-        return load(x.value, x.type, arguments)
-    return cast(arguments[0], x.type) if x.op == "cast" else build(x.op, *arguments)
+        return load(x.value, x.type, arguments, x.extent)
+    return cast(arguments[0], x.type) if x.op == "cast" else build(x.op, *arguments, grows=False)
 
 
 def transform(roots: Sequence[Node], rule: Callable[[Node, list[Node]], Node]) -> list[Node]:

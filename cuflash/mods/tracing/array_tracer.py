@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from ..graph.graph import CapturedArray, Node
 from ..graph.operations import Type
-from ..graph.simplify import cast, constant, load
-from .operand import Operand, as_node, fault
+from ..graph.simplify import build, cast, constant, load
+from .operand import Operand, as_node, extent_of_dtype, fault
 from .tracers import Elements, Traced, TracedScalar, called
 
 # Short arrays may be used without an index along one axis: their elements are computed one by one.
@@ -64,7 +64,8 @@ class TracedArray(Traced):
                 "the call and refer to the result"
             )
         indices = [index for index in self._indices if index is not None]
-        return cast(load(self._arrays.number_of(self._captured), self._captured.type, indices), self._type)
+        number, extent = self._arrays.number_of(self._captured), extent_of_dtype(self._captured.dtype)
+        return cast(load(number, self._captured.type, indices, extent), self._type)
 
     @property
     def dtype(self) -> Any:
@@ -146,6 +147,9 @@ class TracedArray(Traced):
         if key is None or isinstance(key, slice):
             raise fault("slices and new axes of a captured array; slice it before the call and refer to the result")
         index, extent = as_node(key), self._captured.shape[axis]
+        if index.type == Type.UINT64:
+            # why: what is beyond the array reads its end.
+            index = cast(build("minimum", index, constant(extent)), Type.INT64)
         if not index.type.is_integer:
             name = index.type.name.lower()
             raise fault(f"an index of type {name}; integers are indices, and where() chooses by a condition")

@@ -8,12 +8,14 @@ from functools import partial, reduce
 from typing import Any
 
 from ...errors import ProblemError
+from ..graph.extents import is_inside, is_wide, leaves_int64
+from ..graph.float_ranges import rounded_range
 from ..graph.graph import Node
 from ..graph.operations import FLOATING, ROUNDING, UNARY, Type
 from ..graph.simplify import build, cast, constant
 from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, type_of_cast
 
-BOOL, INT32, INT64, FLOAT32 = Type
+BOOL, INT32, INT64, FLOAT32, UINT64, FLOAT64 = Type
 MAX_EXPONENT = 8  # of integer powers, which become products
 # exp(60) is large enough for a sigmoid of 0 in float32, and its square does not overflow in the derivative.
 MAX_EXP = 60.0
@@ -27,8 +29,15 @@ def operation(op: str, *values: Any) -> Node:
     nodes = [as_node(value) for value in values]
     if op in ("greater", "greater_equal"):
         return build("less" if op == "greater" else "less_equal", nodes[1], nodes[0])
-    if op == "power" and all(each.type != FLOAT32 for each in nodes):
+    if op == "power" and not any(each.type.is_float for each in nodes):
         return _integer_power(*nodes)
+    if leaves_int64(op, nodes):
+        raise fault(
+            f"{op} of integers may leave 64 bits, as an index or a length may be up to 2^30; bound it first, as by "
+            "minimum, clip or %, or compute with floats"
+        )
+    if op in FLOATING or any(each.type.is_float for each in (nodes[1:] if op == "where" else nodes)):
+        nodes = [cast(each, FLOAT64) if is_wide(each) else each for each in nodes]
     try:
         return build(op, *nodes)
     except ProblemError as error:
@@ -37,9 +46,9 @@ def operation(op: str, *values: Any) -> Node:
 
 def _integer_power(base: Node, exponent: Node) -> Node:
     if exponent.op == "constant" and 0 <= exponent.value <= MAX_EXPONENT:
-        return reduce(partial(build, "multiply"), [base] * exponent.value, constant(1))
+        return reduce(partial(operation, "multiply"), [base] * exponent.value, constant(1))
     if base.op == "constant" and base.value == 2 and exponent.bounds[0] >= 0:
-        return build("left_shift", constant(1), exponent)
+        return operation("left_shift", constant(1), exponent)
     raise fault(f"an integer to the power of an integer that is not one of 0 to {MAX_EXPONENT}; write 2.0 ** x")
 
 
@@ -74,7 +83,7 @@ def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Node:
 
 def _lax_divide(x: Any, y: Any) -> Node:
     nodes = as_node(x), as_node(y)
-    return build("divide" if FLOAT32 in [each.type for each in nodes] else "truncated_divide", *nodes)
+    return operation("divide" if any(each.type.is_float for each in nodes) else "truncated_divide", *nodes)
 
 
 def _round(x: Any, decimals: int = 0) -> Node:
@@ -95,11 +104,20 @@ def tensor_where(x: Any, condition: Any, y: Any) -> Node:
 
 
 def _masked_fill(x: Any, mask: Any, value: Any) -> Node:
-    return operation("where", mask, cast(as_node(value), as_node(x).type), x)
+    return operation("where", mask, _filled(value, as_node(x).type), x)
+
+
+def _filled(value: Any, type: Type) -> Node:
+    """Returns a value of a type, or as it is if no integer of the type holds it."""
+    node = as_node(value)
+    is_whole = not (type.is_float or node.type.is_float or type == BOOL)
+    return node if is_whole and not is_inside(node.ends, type) else cast(node, type)
 
 
 def _sign(x: Any) -> Node:
     node = as_node(x)
+    if node.type == UINT64:
+        return cast(cast(node, BOOL), INT32)
     if not node.type.is_integer:
         return operation("sign", node)
     zero = constant(0, node.type)
@@ -107,7 +125,7 @@ def _sign(x: Any) -> Node:
 
 
 def _float_power(x: Any, y: Any) -> Node:
-    return build("power", cast(as_node(x), FLOAT32), cast(as_node(y), FLOAT32))
+    return operation("power", as_float(x), as_float(y))
 
 
 def _ieee_remainder(x: Any, y: Any) -> Node:
@@ -223,7 +241,7 @@ def _fill(value: float) -> Callable[..., Node]:
 def _full(x: Any, shape: Any, value: Any, *_: Any, dtype: Any = None, **__: Any) -> Node:
     if tuple(shape if isinstance(shape, Sequence) else (shape,)) not in ((), (1,)):
         raise fault(f"an array of shape {shape} is made inside the function; make it before the call, and refer to it")
-    return cast(as_node(value), as_node(x).type if dtype is None else type_of_cast(dtype))
+    return _filled(value, as_node(x).type) if dtype is None else cast(as_node(value), type_of_cast(dtype))
 
 
 def _like(value: float) -> Callable[..., Node]:
@@ -243,8 +261,21 @@ def _cast(type: Type) -> Callable[..., Node]:
 
 
 def as_integer(op: str) -> Callable[[Any], Node]:
-    """Returns an operation that rounds to integers, as Python's numbers do."""
-    return lambda x: cast(operation(op, x), INT32)
+    """Returns an operation that rounds to integers, as Python's numbers do. Only bounded floats become int32."""
+
+    def rounded(x: Any) -> Node:
+        node = operation(op, x)
+        if not node.type.is_float:
+            return cast(node, INT32) if node.type == BOOL else node
+        return cast(node, INT32 if rounded_range(node, INT64) == rounded_range(node, INT32) else INT64)
+
+    return rounded
+
+
+def as_float(x: Any) -> Node:
+    """Returns a number as Python's float: float64 where float32 may lose digits."""
+    node = as_node(x)
+    return node if node.type.is_float else cast(node, FLOAT64 if is_wide(node) else FLOAT32)
 
 
 # Names of all libraries, after the names of operations themselves, for the functions above and for operations.
@@ -323,7 +354,7 @@ _OTHERS: dict[str, Callable[..., Node]] = {
     "ones_like": _like(1),
     "full_like": _full_like,
     **{name: _cast(type) for name, type in {"float": FLOAT32, "float32": FLOAT32, "float16": FLOAT32, "half": FLOAT32,
-       "double": FLOAT32, "float64": FLOAT32, "bfloat16": FLOAT32, "int": INT32, "int32": INT32, "long": INT64,
+       "double": FLOAT64, "float64": FLOAT64, "bfloat16": FLOAT32, "int": INT32, "int32": INT32, "long": INT64,
        "int64": INT64, "bool": BOOL, "bool_": BOOL, "any": BOOL, "all": BOOL}.items()},
     **dict.fromkeys(("clone", "detach", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "expand", "cpu",
        "cuda", "copy", "positive", "expand_dims", "ravel", "flatten", "stop_gradient", "broadcast_to"), _same),
@@ -342,7 +373,9 @@ _LIBRARY_FUNCTIONS: dict[tuple[str, str], Callable[..., Node]] = {
     ("lax", "round"): _no_lax_round,
     ("math", "pow"): _float_power,
     ("math", "remainder"): _ieee_remainder,
-    ("math", "fabs"): lambda x: operation("absolute", cast(as_node(x), FLOAT32)),
+    ("math", "fabs"): lambda x: operation("absolute", as_float(x)),
+    ("builtins", "int"): as_integer("trunc"),
+    ("builtins", "float"): as_float,
     **{("math", name): as_integer(name) for name in ("floor", "ceil", "trunc")},
 }
 # Keywords of NumPy's and PyTorch's functions that change nothing with these values.

@@ -11,8 +11,7 @@ import numpy as np
 
 from ...errors import ProblemError
 from ..graph.graph import Graph, Node, variable
-from ..graph.operations import Type
-from ..graph.simplify import build, cast, constant
+from ..graph.simplify import build, constant
 from .array_tracer import Arrays, TracedArray
 from .functions import call, operation, to_type
 from .operand import Operand, captured, fault, is_array, source_line, type_of_dtype
@@ -140,7 +139,7 @@ class _Reader:
             for branch in reversed(branches)
         )
         for place, results in zip(reversed(range(len(others))), others, strict=True):
-            is_chosen = build("less_equal", cast(which.node, Type.INT32), constant(place))
+            is_chosen = build("less_equal", which.node, constant(place))
             last = [TracedScalar(operation("where", is_chosen, *pair)) for pair in zip(results, last, strict=True)]
         return last
 

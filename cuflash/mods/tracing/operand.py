@@ -13,7 +13,7 @@ import numpy as np
 from ...arrays.packages import PACKAGES
 from ...errors import ProblemError
 from ...units import kind_of
-from ..graph.graph import CapturedArray, Node
+from ..graph.graph import CapturedArray, Node, Range
 from ..graph.operations import Type
 from ..graph.simplify import constant
 
@@ -24,8 +24,10 @@ LIBRARIES = frozenset(("builtins", "cuflash", "functools", "math", "operator", "
 _TYPES = {
     **dict.fromkeys(("bool", "bool_"), Type.BOOL),
     **dict.fromkeys(("int8", "uint8", "int16", "uint16", "int32", "short"), Type.INT32),
-    **dict.fromkeys(("uint32", "int64", "uint64", "int", "int_", "long"), Type.INT64),
-    **dict.fromkeys(("float16", "bfloat16", "float32", "float64", "float", "half", "double"), Type.FLOAT32),
+    **dict.fromkeys(("uint32", "int64", "int", "int_", "long"), Type.INT64),
+    "uint64": Type.UINT64,
+    **dict.fromkeys(("float16", "bfloat16", "float32", "half"), Type.FLOAT32),
+    **dict.fromkeys(("float64", "float", "double"), Type.FLOAT64),
 }
 # The integers that a value may be cast to.
 _WIDE = ("int32", "int64", "int", "int_", "long")
@@ -112,7 +114,7 @@ def is_name_of_dtype(name: str) -> bool:
 def type_of_cast(dtype: Any) -> Type:
     """Returns the type of a value that is cast to a dtype of any library, or to Python's bool, int or float."""
     type = type_of_dtype(dtype)
-    if type.is_integer and name_of_dtype(dtype) not in _WIDE:
+    if (type.is_integer or type == Type.UINT64) and name_of_dtype(dtype) not in _WIDE:
         raise fault(f"a cast to {name_of_dtype(dtype)}, which would wrap; integers are computed as int32 or int64")
     return type
 
@@ -133,9 +135,10 @@ def as_node(value: Any) -> Node:
         return value.node
     is_number = isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating)
     if is_number and not isinstance(value, np.timedelta64):
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        if is_integer(value) and not -(2**63) <= value < 2**64:
             raise fault(f"{value} is no integer of 64 bits; write it as a float")
-        return constant(value)
+        is_long = isinstance(value, float | np.floating) and _needs_digits(float(value))
+        return constant(value, Type.FLOAT64 if is_long else None)
     if is_array(value):
         if math.prod(value.shape) == 1:
             return constant(value.item(), type_of_dtype(value.dtype))
@@ -144,6 +147,17 @@ def as_node(value: Any) -> Node:
             "make it before the call and refer to it, so that it is captured"
         )
     raise fault(f"{kind_of(value)} meets traced values; numbers and arrays do")
+
+
+def _needs_digits(value: float) -> bool:
+    """True of a number that float32 does not hold."""
+    with np.errstate(over="ignore"):
+        return value == value and float(np.float32(value)) != value
+
+
+def extent_of_dtype(name: str) -> Range | None:
+    """Returns the range of integers of a dtype; None of other dtypes."""
+    return (int(np.iinfo(name).min), int(np.iinfo(name).max)) if name.lstrip("u").startswith("int") else None
 
 
 def captured(array: Any) -> CapturedArray:

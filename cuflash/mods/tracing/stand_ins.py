@@ -90,7 +90,7 @@ class _Conversion(type):
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         if arguments and isinstance(arguments[0], Operand):
-            return called(cls.dtype_name, arguments, keywords)
+            return called(cls.dtype_name, arguments, keywords, library_of(cls.plain))
         return cls.plain(*arguments, **keywords)
 
     def __instancecheck__(cls, value: Any) -> bool:

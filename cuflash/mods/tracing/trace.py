@@ -17,6 +17,7 @@ from ...units import kind_of
 from ..analysis.intervals import band
 from ..graph.graph import MASK_ARGUMENTS, SCORE_ARGUMENTS, CapturedArray, Graph, Node, digest, post_order, variable
 from ..graph.operations import Type
+from ..graph.precision import settled
 from ..graph.simplify import cast, load, rebuilt, transform
 from .branches import trace_branches
 from .capture import Capture
@@ -72,7 +73,7 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
             return graph
     graph, capture = _traced(function, kind)
     if kind == "score_mod" or band(graph.root) is None:  # why: a mask that is a window is no part of a kernel
-        warn_if_recompiling(_code_of(function), f"{kind} {_name_of(function)}", graph)
+        warn_if_recompiling(_code_of(function), f"{kind} {name_of(function)}", graph)
     if not capture.guards.is_complete:
         return graph
     kinds = tuple((each.dtype, each.shape, each.type) for each in graph.arrays)
@@ -132,7 +133,8 @@ def _code_of(function: Any) -> Any:
     return function.__code__ if isinstance(function, types.FunctionType) else type(function)
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """Returns the name of a function and the line on which it begins."""
     code = _code_of(function)
     if not isinstance(code, types.CodeType):
         return repr(function)
@@ -150,11 +152,11 @@ def _traced(function: Any, kind: str) -> tuple[Graph, Capture]:
     except ProblemError:
         raise
     except Exception as error:
-        error.add_note(f"This was raised while cuflash traced the {kind} {_name_of(function)}, as if for one score.")
+        error.add_note(f"This was raised while cuflash traced the {kind} {name_of(function)}, as if for one score.")
         raise
     finally:
         dtypes.reset(token)
-    return graph_of(root, capture.arrays, kind, _name_of(function)), capture
+    return graph_of(root, capture.arrays, kind, name_of(function)), capture
 
 
 def _check_arity(function: Any, kind: str) -> None:
@@ -166,7 +168,7 @@ def _check_arity(function: Any, kind: str) -> None:
         signature.bind(*SIGNATURES[kind][0])
     except TypeError as error:
         raise ProblemError(
-            f"{kind} must be a function {_signature(kind)}, but {_name_of(function)} takes {signature}: {error}"
+            f"{kind} must be a function {_signature(kind)}, but {name_of(function)} takes {signature}: {error}"
         ) from None
 
 
@@ -174,7 +176,7 @@ def _result(value: Any, function: Any, kind: str) -> Node:
     is_whole = isinstance(value, Traced) and value.shape not in ((), (1,))
     if is_whole or value is None or isinstance(value, str | tuple | list | dict):
         what = "a whole array" if is_whole else kind_of(value)
-        raise ProblemError(f"{kind} {_name_of(function)} returned {what}; it must return one value")
+        raise ProblemError(f"{kind} {name_of(function)} returned {what}; it must return one value")
     return as_node(value)
 
 
@@ -186,12 +188,12 @@ def graph_of(root: Node, arrays: list[CapturedArray], kind: str, name: str) -> G
     if (root.type == Type.BOOL) != (kind == "mask_mod"):
         rule = "bool; compare it with something" if kind == "mask_mod" else "a number; conditions belong to mask_mod"
         raise ProblemError(f"{kind} {name} returned a value of type {root.type.name.lower()}; it must return {rule}")
-    root = cast(root, SIGNATURES[kind][1])
+    (root,) = settled([cast(root, SIGNATURES[kind][1])])
     numbers = list(dict.fromkeys(each.value for each in post_order([root]) if each.op == "load"))
     places = {number: place for place, number in enumerate(numbers)}
 
     def renumbered(x: Node, arguments: list[Node]) -> Node:
-        return load(places[x.value], x.type, arguments) if x.op == "load" else rebuilt(x, arguments)
+        return load(places[x.value], x.type, arguments, x.extent) if x.op == "load" else rebuilt(x, arguments)
 
     (root,) = transform([root], renumbered)
     captured = tuple(arrays[number] for number in numbers)

@@ -17,6 +17,7 @@ import numpy as np
 from ...errors import ProblemError
 from ..graph.graph import Node
 from ..graph.operations import Type
+from ..graph.precision import has_digits
 from ..graph.simplify import cast, constant
 from .branches import branch_on
 from .functions import FUNCTIONS, as_integer, call, operation, tensor_where
@@ -161,7 +162,9 @@ class TracedScalar(Traced):
     @property
     def dtype(self) -> Any:
         """The dtype of the node in the library that the function uses: PyTorch's, or NumPy's for all others."""
-        name, library = self._node.type.numpy.__name__, dtypes.get()
+        type, library = self._node.type, dtypes.get()
+        # why: a float64 that has no more digits than float32 becomes one.
+        name = (type if type != Type.FLOAT64 or has_digits(self._node) else Type.FLOAT32).numpy.__name__
         return np.dtype(name) if library is np else getattr(library, name.rstrip("_"))
 
     @property
@@ -179,7 +182,7 @@ class TracedScalar(Traced):
 
     def is_floating_point(self) -> bool:
         """True if the node is a float."""
-        return self._node.type == Type.FLOAT32
+        return self._node.type.is_float
 
     def __repr__(self) -> str:
         return f"traced {self._node!r}"

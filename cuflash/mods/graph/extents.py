@@ -1,0 +1,149 @@
+"""Ranges of exact integer results, from which the types of integers follow: none of int32 wraps."""
+
+from __future__ import annotations
+
+from .graph import MAX_INDEX, Node, Range, post_order
+from .linear import LinearForm, linear
+from .operations import COMPARISONS, Function, Type
+
+# Operations whose result may lie outside of the type of their arguments.
+GROWING = {"add", "subtract", "multiply", "negative", "absolute", "left_shift", "floor_divide", "truncated_divide"}
+MOST_BITS = 63
+_LENGTH_OF = {"q_idx": "seqlen_q", "k_idx": "seqlen_k"}  # every index is below it
+WHOLE_FLOATS = 2**24  # up to it float32 holds every integer
+
+
+def extent_of(op: str, args: list[Node]) -> Range:
+    """Returns the range of an operation of integers or bools, which no type bounds."""
+    if op in COMPARISONS or op in ("logical_not", "alike"):
+        return 0, 1
+    ends = [each.ends for each in args]
+    extent = _of_one(op, *ends[0]) if len(args) == 1 else _of_two(op, *ends[-2:])
+    has_length = any(not each.inputs.isdisjoint(_LENGTH_OF.values()) for each in args)
+    if op in ("add", "subtract") and has_length and args[0].type == Type.INT32 and not is_inside(extent, Type.INT32):
+        x, y = map(linear, args)
+        least, greatest = _bounds(x + y if op == "add" else x - y)
+        return max(least, extent[0]), min(greatest, extent[1])
+    return extent
+
+
+def _bounds(form: LinearForm) -> Range:
+    """Returns the range of a linear form in which every index is below its length."""
+    names = {atom.value: atom for atom in form.coefficients if atom.op == "input"}
+    rest, least, greatest = dict(form.coefficients), form.constant, form.constant
+    for index, length in ((names.get(x), names.get(y)) for x, y in _LENGTH_OF.items()):
+        if index is not None and length is not None and rest[index] * rest[length] < 0:
+            size = min(abs(rest[index]), abs(rest[length]))
+            factor = size if rest[index] > 0 else -size
+            rest[index], rest[length] = rest[index] - factor, rest[length] + factor
+            ends = -MAX_INDEX * factor, -factor
+            least, greatest = least + min(ends), greatest + max(ends)
+    for atom, factor in rest.items():
+        ends = factor * atom.ends[0], factor * atom.ends[1]
+        least, greatest = least + min(ends), greatest + max(ends)
+    return least, greatest
+
+
+def _of_one(op: str, least: int, greatest: int) -> Range:
+    if op == "negative":
+        return -greatest, -least
+    if op == "invert":
+        return -1 - greatest, -1 - least
+    assert op == "absolute", op
+    nearest = 0 if least <= 0 <= greatest else min(abs(least), abs(greatest))
+    return nearest, max(abs(least), abs(greatest))
+
+
+def _of_two(op: str, x: Range, y: Range) -> Range:
+    """Returns the range of a result from those of two arguments; of `where` they are the values."""
+    if op in _CORNERS:
+        return _corners(_CORNERS[op], x, y)
+    if op == "where":
+        return min(x[0], y[0]), max(x[1], y[1])
+    if op in ("left_shift", "right_shift"):
+        return _of_shift(op, x, y)
+    if op.startswith("bitwise"):
+        return _of_bits(op, x, y)
+    return _of_division(op, x, y)
+
+
+def _of_shift(op: str, x: Range, y: Range) -> Range:
+    # why one more: a shift to the left by more bits than a number has is not to be computed here.
+    counts = min(max(y[0], 0), MOST_BITS + 1), min(y[1], MOST_BITS + 1)
+    if y[0] < 0:
+        counts = 0, MOST_BITS + 1  # a negative number of bits counts as very many
+    if op == "right_shift":
+        return _corners(lambda a, b: a >> b, x, counts)
+    least, greatest = _corners(lambda a, b: a << b, x, counts)
+    return min(least, 0), max(greatest, 0)
+
+
+def _of_bits(op: str, x: Range, y: Range) -> Range:
+    if op == "bitwise_and" and (x[0] >= 0 or y[0] >= 0):
+        return 0, min(ends[1] for ends in (x, y) if ends[0] >= 0)
+    most = 2 ** max(end.bit_length() for end in (*x, *y))
+    return (0 if x[0] >= 0 and y[0] >= 0 else -most), most - 1
+
+
+def _of_division(op: str, x: Range, y: Range) -> Range:
+    most, largest = max(map(abs, x)), max(map(abs, y))
+    if op == "floor_divide" and (y[0] > 0 or y[1] < 0):
+        return _corners(lambda a, b: a // b, x, y)
+    if op in ("floor_divide", "truncated_divide"):
+        if y[0] > 0:
+            return min(-(-x[0] // y[0]), 0), max(x[1] // y[0], 0)
+        return -most, most
+    if op == "remainder":
+        if x[0] >= 0 and x[1] < y[0]:
+            return x
+        return min(y[0] + 1, 0), max(y[1] - 1, 0)
+    assert op == "truncated_remainder", op
+    size = min(most, max(largest - 1, 0))
+    return (0 if x[0] >= 0 else -size), (0 if x[1] <= 0 else size)
+
+
+def _corners(function: Function, x: Range, y: Range) -> Range:
+    values = [function(a, b) for a in x for b in y]
+    return min(values), max(values)
+
+
+# Operations that are monotone in each argument.
+_CORNERS: dict[str, Function] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "minimum": min,
+    "maximum": max,
+    "fmin": min,
+    "fmax": max,
+}
+
+
+def is_inside(extent: Range, type: Type) -> bool:
+    """True if a type of integers holds a range."""
+    return type.limits[0] <= extent[0] and extent[1] <= type.limits[1]
+
+
+def leaves_int64(op: str, args: list[Node]) -> bool:
+    """True if the result of indices, lengths and short integers may lie outside of int64.
+
+    why not of integers of 32 and 64 bits in arrays: nothing is known of them, and sums of small ones are right. Others
+    wrap at 2^63, as int64 does in NumPy and PyTorch.
+    """
+    if op not in GROWING or any(not each.type.is_integer and each.type != Type.BOOL for each in args):
+        return False
+    return not is_inside(extent_of(op, args), Type.INT64) and not any(map(_is_unbounded, post_order(args)))
+
+
+def _is_unbounded(x: Node) -> bool:
+    is_loaded = x.op == "load" or (x.op == "cast" and x.arguments[0].type.is_float)
+    return is_loaded and not x.type.is_float and x.ends[1] >= Type.INT32.limits[1]
+
+
+def is_wide(x: Node) -> bool:
+    """True of captured integers of which float32 may not hold each. Indices and lengths are none, as in PyTorch."""
+    if x.type == Type.UINT64:
+        return True
+    if not x.type.is_integer or max(map(abs, x.ends)) <= WHOLE_FLOATS:
+        return False
+    return any(each.op == "load" for each in post_order([x]))
