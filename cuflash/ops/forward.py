@@ -120,6 +120,7 @@ def forward(
     scaled one; mask_mod(b, h, q_idx, k_idx) is True where a key is seen, beside causal and window_size. They are Python
     functions of scalars, traced once: operators, `if`, functions of NumPy, PyTorch, jax.numpy, math or `cuflash.mods`,
     and `array[index, …]` of arrays that they refer to, whose values each call reads (indices outside are clamped).
+    `cuflash.mods` says in which types they compute: masks are exact for captured float64 and integers beyond int32.
     block_mask: of `create_block_mask`, with its mask_mod; otherwise the call makes one. bias: an array to add,
     broadcastable to (batch, heads_q, seqlen_q, seqlen_k) with any strides, of floats, or of bool (True is seen).
     sinks (heads_q,), float32 or the dtype of q: one more logit of each head, without a value. A score of at most -1e37

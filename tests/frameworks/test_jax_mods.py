@@ -281,6 +281,19 @@ def test_numpy_arrays_become_those_of_jax() -> None:
     assert_close(attention(q, k, v, score_mod=mod, bias=np.zeros((1, KEYS))), expected)
 
 
+@only_on_the_cpu
+def test_arrays_of_the_host_whose_values_jax_would_change_are_refused() -> None:
+    q, k, v, *_ = arrays()
+    times, few = 1.7e9 + np.arange(KEYS) * 10.0, np.arange(KEYS) * 10.0
+    for table in (times, 2**40 + np.arange(KEYS), 2**63 + np.arange(KEYS, dtype="uint64")):
+        message = rf"mask_mod .*<lambda> \({re.escape(__file__)}:\d+\) refers to an array of {table.dtype} of shape"
+        with pytest.raises(ProblemError, match=message):
+            attention(q, k, v, mask_mod=lambda b, h, i, j, table=table: table[i] >= table[j])
+    attention(q, k, v, score_mod=lambda s, b, h, i, j: s + times[j] * 1e-9)  # scores are float32
+    expected = attention(q, k, v, mask_mod=lambda b, h, i, j: i >= j)
+    assert_close(attention(q, k, v, mask_mod=lambda b, h, i, j: few[i] - few[j] >= -5), expected)
+
+
 def _loop(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return s + jnp.arctan2(i, j)
 

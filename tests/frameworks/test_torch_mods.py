@@ -17,6 +17,8 @@ from cuflash import ProblemError, UnsupportedError, mods
 
 torch = pytest.importorskip("torch")
 from eager_torch import assert_close, eager
+from exact_mods import MASKS, exact, with_arrays
+from exact_mods import ROWS as EXACT_ROWS
 from tensors import assert_equal, loss, random_qkv, with_lse
 
 from cuflash.frameworks.torch import attention, autograd
@@ -389,3 +391,12 @@ def test_graphs_replay_with_new_seeds() -> None:
         assert_close(x, y, 2e-2)
     graph.replay()
     assert not torch.equal(results[0], replays[2][0])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_tensors_show_what_exact_numbers_show(device: str, name: str) -> None:
+    zeros = torch.zeros(1, EXACT_ROWS, 1, 8, device=device)
+    mask_mod = with_arrays(MASKS[name], lambda array: torch.from_numpy(array).to(device))
+    _, lse = attention(zeros, zeros, zeros, mask_mod=mask_mod, return_lse=True)
+    counts = lse.exp().cpu().numpy().ravel()
+    np.testing.assert_allclose(counts, exact(MASKS[name]).sum(axis=1), rtol=1e-5)
