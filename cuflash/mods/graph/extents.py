@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .graph import MAX_INDEX, Node, Range, post_order
+from collections.abc import Callable
+
+from .graph import MAX_INDEX, Node, Range
 from .linear import LinearForm, linear
 from .operations import COMPARISONS, Function, Type
 
@@ -132,7 +134,7 @@ def leaves_int64(op: str, args: list[Node]) -> bool:
     """
     if op not in GROWING or any(not each.type.is_integer and each.type != Type.BOOL for each in args):
         return False
-    return not is_inside(extent_of(op, args), Type.INT64) and not any(map(_is_unbounded, post_order(args)))
+    return not is_inside(extent_of(op, args), Type.INT64) and not _has(args, _is_unbounded)
 
 
 def _is_unbounded(x: Node) -> bool:
@@ -146,4 +148,16 @@ def is_wide(x: Node) -> bool:
         return True
     if not x.type.is_integer or max(map(abs, x.ends)) <= WHOLE_FLOATS:
         return False
-    return any(each.op == "load" for each in post_order([x]))
+    return _has([x], lambda each: each.op == "load")
+
+
+def _has(roots: list[Node], matches: Callable[[Node], bool]) -> bool:
+    """True if a node matches. why not post_order: a sum of many terms asks for each, and the first has it often."""
+    visited, stack = set(roots), list(roots)
+    while stack:
+        x = stack.pop()
+        if matches(x):
+            return True
+        stack += [each for each in x.arguments if each not in visited]
+        visited.update(x.arguments)
+    return False
