@@ -38,6 +38,8 @@ def operation(op: str, *values: Any) -> Node:
         )
     if op in FLOATING or any(each.type.is_float for each in (nodes[1:] if op == "where" else nodes)):
         nodes = [cast(each, FLOAT64) if is_wide(each) else each for each in nodes]
+        if {each.type for each in nodes if each.op != "constant" and each.type.is_float} == {FLOAT32}:
+            nodes = [cast(each, FLOAT32) if each.type == FLOAT64 else each for each in nodes]  # numbers widen nothing
     try:
         return build(op, *nodes)
     except ProblemError as error:
@@ -191,6 +193,7 @@ def _log_sigmoid(x: Any) -> Node:
 
 
 def _gelu(x: Any, approximate: Any = "none") -> Node:
+    x = as_float(x)
     half = operation("multiply", 0.5, x)
     if approximate in ("tanh", True):
         cube = operation("multiply", operation("multiply", x, x), x)
