@@ -96,3 +96,50 @@ def test_gpu_a_row_of_a_drawn_problem_has_the_same_bits_in_calls_of_every_kind(c
         (first, int(rng.integers(1, min(each, rows - first) + 1))) for first, each in zip(begins, most, strict=True)
     ]
     check(cupy, arrays, chunks, int(rng.choice([1, 3, 8, 16, 64, 256])), **cut, **more)
+
+
+def with_sums_between_limits(cupy: Any, dtype: str, head_dim: int, heads: int) -> tuple[Arrays, int]:
+    """q, k and v of rows that Hopper's kernels scale if they keep 16 bits of a limit, and not if they keep 32.
+
+    The last of the four key tiles of a row gives its first maximum. Keys of the third outweigh it, and half of their
+    sum becomes the limit of a lane (softmax.cuh). The sum of this lane over the second tile lies between the limit and
+    its upper 16 bits. The second result is the keys of a tile. softmax_scale is to be 1.
+    """
+    rng = np.random.default_rng(head_dim)
+    shape = (1, 256, 1, head_dim)
+    plan = cuflash.plan(shape, shape, shape, dtype=dtype, device="sm_90", causal=True)
+    assert plan.variant is not None
+    tile = plan.variant.tile.block_k
+    lane = [8 * j + i for j in range(tile // 8) for i in range(2)]  # the columns of a warp's first lane
+    patterns = head_dim // 3
+    scores = np.zeros((heads, patterns, 4 * tile))
+    peaks = rng.uniform(0.25, 1.0, (heads, patterns, len(lane)))
+    peaks[..., 0] = 1.0
+    scores[..., [2 * tile + column for column in lane]] = 17 * np.log(2.0) + np.log(peaks)  # over kPeakOfFew
+    limit = (peaks.sum(-1) / 2).astype(np.float32)
+    upper = (limit.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    scores[..., tile + lane[3]] = 17 * np.log(2.0) + np.log((limit.astype(np.float64) + upper) / 2)
+    # A score is the sum of three 16-bit numbers, so that its weight is right to about 2^-16.
+    k = np.zeros((4 * tile, heads, head_dim), numpy_dtype(dtype))
+    rest = scores
+    for part in range(3):
+        rounded = rest.astype(k.dtype)
+        k[..., part : 3 * patterns : 3] = rounded.transpose(2, 0, 1)
+        rest = rest - rounded.astype(np.float64)
+    q = np.repeat(np.eye(patterns), 3, axis=1)[np.arange(4 * tile) % patterns]
+    q = np.pad(q, ((0, 0), (0, head_dim - 3 * patterns)))
+    v = rng.standard_normal(k.shape)
+    arrays = np.repeat(q[:, None], heads, axis=1), k, v
+    return tuple(cupy.asarray(x.astype(k.dtype)) for x in arrays), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_gpu_a_row_whose_sum_is_near_a_limit_has_the_same_bits_in_calls_of_every_kind(
+    cupy: Any, dtype: str, head_dim: int
+) -> None:
+    # Of 10,240 rows at head dim 256 those of varlen calls had other bits than those of dense ones.
+    arrays, tile = with_sums_between_limits(cupy, dtype, head_dim, heads=160)
+    rows = 4 * tile
+    check(cupy, arrays, ((3 * tile, tile), (rows - 5, 5), (rows - 1, 1)), 8, softmax_scale=1.0, num_splits=1)

@@ -65,12 +65,13 @@ struct Softmax {
     return __uint_as_float(h == 0 ? both << 16 : both & 0xffff0000u);
   }
 
+  // Keeps the upper 16 bits. why in all kernels: one that kept more would not scale the same rows (L42).
   __device__ __forceinline__ void set_limit(int h, float limit) {
+    const unsigned bits = __float_as_uint(limit);
     if constexpr (kPacksLimits) {
-      const unsigned half = __float_as_uint(limit);
-      limits[0] = __uint_as_float(__byte_perm(__float_as_uint(limits[0]), half, h == 0 ? 0x3276 : 0x7610));
+      limits[0] = __uint_as_float(__byte_perm(__float_as_uint(limits[0]), bits, h == 0 ? 0x3276 : 0x7610));
     } else {
-      limits[h] = limit;
+      limits[h] = __uint_as_float(bits & 0xffff0000u);
     }
   }
 
