@@ -91,14 +91,14 @@ struct TwoModHeads {
 
 // What is known of a lane's two rows of a fragment of 16 from a column on. `less` is taken off the scores of each row.
 struct ModRows {
-  ModHead::Row of[2];
+  ModHead::Row row[2];
 
   // column: the first of the fragment. column_pair = lane % 4.
   template <class Heads, class Rows>
   __device__ __forceinline__ ModRows(const Heads& mod_heads, const Rows& rows, int column, int column_pair,
                                      const float2& less = {0.0f, 0.0f})
-      : of{mod_heads.row(rows[0], column + 2 * column_pair, -less.x, 0),
-           mod_heads.row(rows[1], column + 2 * column_pair, -less.y, 1)} {}
+      : row{mod_heads.row(rows[0], column + 2 * column_pair, -less.x, 0),
+            mod_heads.row(rows[1], column + 2 * column_pair, -less.y, 1)} {}
 };
 
 // Products of a fragment become scores, and those that a function hides -inf. why columns outside, rows inside: L57.
@@ -107,13 +107,13 @@ template <bool kAsksMask = kMaskMod, bool kMasksLeast = true, class Heads, int k
 __device__ __forceinline__ void apply_mods(const Heads& mod_heads, float (&s)[kCount], const ModRows& rows) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
-    const ModHead::Pair pairs[2] = {mod_heads.pair(rows.of[0], 8 * j, 0), mod_heads.pair(rows.of[1], 8 * j, 1)};
+    const ModHead::Pair pairs[2] = {mod_heads.pair(rows.row[0], 8 * j, 0), mod_heads.pair(rows.row[1], 8 * j, 1)};
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& score = s[4 * j + 2 * half + e];
-        const ModHead::Result result = mod_heads.at(rows.of[half], pairs[half], score, 8 * j + e, half);
+        const ModHead::Result result = mod_heads.at(rows.row[half], pairs[half], score, 8 * j + e, half);
         if constexpr (kScoreMod) score = kMasksLeast && result.score <= kLeastScore ? -infinity() : result.score;
         if constexpr (kAsksMask) score = result.visible ? score : -infinity();
       }

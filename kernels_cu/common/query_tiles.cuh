@@ -3,7 +3,7 @@
 #include "mask.cuh"
 #include "tile_range.cuh"
 
-// Tiles of kQueries queries beside kKeys keys. `of` has `params.deterministic` and the number of all query tiles,
+// Tiles of kQueries queries beside kKeys keys. `context` has `params.deterministic` and the number of all query tiles,
 // which are read where they are needed, as they would hold registers (L5).
 template <int kQueries, int kKeys>
 struct QueryTilesOf : TileRange {
@@ -11,24 +11,24 @@ struct QueryTilesOf : TileRange {
 
   // Each key block begins at a tile of its own (L38): under a mask at the first that it sees, else as if there were a
   // diagonal. When deterministic, all walk from the last tile to the first, and add to dq in the order of their keys.
-  template <class Of>
-  __device__ __forceinline__ QueryTilesOf(const Of& of, const Mask& mask, int block) {
+  template <class Context>
+  __device__ __forceinline__ QueryTilesOf(const Context& context, const Mask& mask, int block) {
     const int key_begin = block * kKeys, key_end = const_min(key_begin + kKeys, mask.seqlen_k);
     TileRange::operator=(TileRange::covering(mask.row_range(key_begin, key_end), kQueries));
-    const bool all = begin < end && count() == of.num_query_tiles();
-    first = of.params.deterministic ? end - 1
-            : all                   ? unsigned(block) * (kKeys / 16) / (kQueries / 16) % of.num_query_tiles()
-                                    : begin;
+    const bool all = begin < end && count() == context.num_query_tiles();
+    first = context.params.deterministic ? end - 1
+            : all                        ? unsigned(block) * (kKeys / 16) / (kQueries / 16) % context.num_query_tiles()
+                                         : begin;
   }
 
   // The tile of step n of a head, and the tile after tile m.
-  template <class Of>
-  __device__ __forceinline__ int at(const Of& of, int n) const {
-    if (of.params.deterministic) return first - n;
-    return first + n >= of.num_query_tiles() ? first + n - of.num_query_tiles() : first + n;
+  template <class Context>
+  __device__ __forceinline__ int at(const Context& context, int n) const {
+    if (context.params.deterministic) return first - n;
+    return first + n >= context.num_query_tiles() ? first + n - context.num_query_tiles() : first + n;
   }
-  template <class Of>
-  __device__ __forceinline__ static int next(const Of& of, int m) {
-    return of.params.deterministic ? m - 1 : m + 1 == of.num_query_tiles() ? 0 : m + 1;
+  template <class Context>
+  __device__ __forceinline__ static int next(const Context& context, int m) {
+    return context.params.deterministic ? m - 1 : m + 1 == context.num_query_tiles() ? 0 : m + 1;
   }
 };

@@ -88,18 +88,18 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
     // turns.
 #pragma unroll 1
     for (unsigned left = __ballot_sync(0xffffffffu, count > 0); left != 0; left &= left - 1) {
-      const int of = __ffs(left) - 1, blocks = __shfl_sync(0xffffffffu, count, of);
-      const int first_lane = of / p.sequences_together * p.sequences_together;
+      const int source = __ffs(left) - 1, blocks = __shfl_sync(0xffffffffu, count, source);
+      const int first_lane = source / p.sequences_together * p.sequences_together;
       const int begin = __shfl_sync(0xffffffffu, end - count, first_lane);
-      const VisibleRows same = rows.of_lane(of);
-      const ListedSeqlens same_seqlens = seqlens.of_lane(of);
+      const VisibleRows same = rows.of_lane(source);
+      const ListedSeqlens same_seqlens = seqlens.of_lane(source);
 #pragma unroll 1
       for (int block = lane; block < blocks; block += 32) {
         int to = begin;
 #pragma unroll 1
         for (int other = first_lane; other < first_lane + p.sequences_together; ++other) {
           const int others = counts[32 * warp + other];
-          to += min(others, block) + (other < of && others > block);
+          to += min(others, block) + (other < source && others > block);
         }
         // why a bound: another kernel may write to the lengths while they are read.
         if (unsigned(to) < p.max_key_blocks) list[to] = VisibleBlock(same, same_seqlens, block);

@@ -13,12 +13,12 @@ constexpr int kKeyBlock = 128;  // keys of a key block
 template <int kTile>
 __device__ __forceinline__ int list_steps(const TileCountsParams& p, const Sequence& sequence, int head, int block,
                                           int* list) {
-  struct Of {
+  struct Context {
     const TileCountsParams& params;
     __device__ __forceinline__ int num_query_tiles() const { return params.num_q_blocks; }
   };
-  const Of of{p};
-  const QueryTilesOf<kTile, kKeyBlock> tiles(of, sequence.mask(), block);
+  const Context context{p};
+  const QueryTilesOf<kTile, kKeyBlock> tiles(context, sequence.mask(), block);
   const Range keys{block * kKeyBlock, const_min(block * kKeyBlock + kKeyBlock, sequence.seqlen_k())};
   const VisibleTilesOf<AscendingTiles, kKeyBlock, kTile, true, TileCountsParams> visible(
       AscendingTiles(tiles), p, sequence.batch, head, keys, sequence.seqlen_q());
@@ -27,7 +27,7 @@ __device__ __forceinline__ int list_steps(const TileCountsParams& p, const Seque
 #pragma unroll 1
   for (int first = 0; first < tiles.count(); first += 32) {
     const bool exists = first + lane < tiles.count();
-    const int tile = exists ? tiles.at(of, first + lane) : tiles.end;
+    const int tile = exists ? tiles.at(context, first + lane) : tiles.end;
     const MaskTileKinds kinds = visible.look_at(tile);
     const unsigned found = __ballot_sync(0xffffffffu, kinds.any_visible());
     const unsigned before = found & ((1u << lane) - 1);

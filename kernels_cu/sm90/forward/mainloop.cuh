@@ -97,7 +97,7 @@ struct ForwardMainloop : Consumer {
     if constexpr (kAlwaysUpdatesMax) {
 #pragma unroll 1
       for (; step.n >= tiles.begin; --step.n) {
-        if (passes_over(step, keys)) continue;
+        if (skips_tile(step, keys)) continue;
         issue_step(step);
         softmax_tile<1>(keys, step.n, step.k_slot, o_scale);
         const int tile = next_tile.at(step.n).n();
@@ -156,7 +156,7 @@ struct ForwardMainloop : Consumer {
         if (kUnmasked != (has_begun && unmasked)) return true;
         has_begun |= unmasked;
       }
-      if (!kUnmasked && passes_over(step, keys)) continue;
+      if (!kUnmasked && skips_tile(step, keys)) continue;
       issue_step(step);
       const QueryWork work =
           kUnmasked && !kHasMods ? QueryWork() : smem.work(i);  // read here: no registers over the wait (L31)
@@ -234,10 +234,10 @@ struct ForwardMainloop : Consumer {
                            smem.kv + step.k_slot * kBytesSlot);
   }
 
-  // Passes over a key tile in which this warpgroup sees nothing, unless it is the last, whose p v goes with the next
+  // Skips a key tile in which this warpgroup sees nothing, unless it is the last, whose p v goes with the next
   // work. The result is false if the tile is to be taken. why the product of v is begun by a step that follows even if
   // p is 0: a condition there makes wgmma wait.
-  __device__ __forceinline__ bool passes_over(Step& step, const GroupKeys& keys) {
+  __device__ __forceinline__ bool skips_tile(Step& step, const GroupKeys& keys) {
     if constexpr (kBlockSparse) {
       if (step.n == keys.tiles.begin || next_tile.at(step.n).is_visible(group)) return false;
       wait_issue();

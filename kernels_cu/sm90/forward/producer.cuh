@@ -62,14 +62,14 @@ struct DenseKeyProducer : WorkPusher {
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
       // The key tile before which the next work is claimed. why so late: bursts of copies cost (L19).
-      const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
-                           : kBlockSparse            ? min(tiles.begin + 2, tiles.end - 1)
-                                                     : tiles.begin;
+      const int request_tile = params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
+                               : kBlockSparse            ? min(tiles.begin + 2, tiles.end - 1)
+                                                         : tiles.begin;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         if constexpr (kBlockSparse) {
-          if (n == claim_at && is_leader) mbarrier_arrive(smem.requested(i));
-        } else if (n == claim_at) {
+          if (n == request_tile && is_leader) mbarrier_arrive(smem.requested(i));
+        } else if (n == request_tile) {
           scheduler.advance(params);
           push(i + 1, scheduler.work(params));
         }

@@ -17,7 +17,7 @@ struct VarlenProducer {
 
   // Requests the next work tile if it is due before key tile n of work tile i. why so late: bursts of copies cost
   // (L19). why so early: it takes as long as two tiles to find it, and splits are short.
-  __device__ __forceinline__ void claim_at(int n, unsigned i, const TileRange& tiles) const {
+  __device__ __forceinline__ void request_work_at(int n, unsigned i, const TileRange& tiles) const {
     const int at = kDecode                     ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
                                                : min(tiles.begin + 2, tiles.end - 1);
@@ -60,7 +60,7 @@ struct RowProducer : VarlenProducer<AnyWork, Params> {
       const DescendingTiles tiles = work.keys;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
-        this->claim_at(n, i, tiles);
+        this->request_work_at(n, i, tiles);
         const int before = kBlockSparse ? loaded.n() : n + 1;
         loaded.find_next(params, work, n == tiles.first());
         load<false>(work, kBlockSparse ? loaded.n() : n);
@@ -138,7 +138,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
 #pragma unroll 1
       for (int n = tiles.first(); n >= last; --n) {
         const bool has_k = exists && n >= tiles.begin;
-        if (!loads_v && has_k) this->claim_at(n, i, tiles);
+        if (!loads_v && has_k) this->request_work_at(n, i, tiles);
 #pragma unroll 1
         for (int operand = 0; operand < (kPanelsV > 0 ? 2 : 1); ++operand) {
           const bool is_v = operand == 1;
