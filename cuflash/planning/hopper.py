@@ -34,6 +34,9 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
     if problem.op.mod_spec is not None and problem.options.split_size is not None:
         # why: the bits would differ from those of varlen calls.
         return "with split_size it takes no mods"
+    if problem.op.mod_spec is not None and problem.op.mod_spec.divides_float64:
+        # why: the code of one is so long that each tile compiled for half a minute, to spill in the end.
+        return "its registers do not hold quotients and remainders of float64"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     if (varlen := problem.seqlen_info) is not None:
         if not all((varlen.batch_q, varlen.rows_q, varlen.batch_k, varlen.rows_k)):

@@ -12,11 +12,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..mods.graph.graph import CapturedArray, Graph, Node, node, post_order, variable
-from ..mods.graph.operations import Type
+from ..mods.graph.operations import DIVISIONS, Type
 from ..mods.graph.simplify import build, constant, load, rebuilt
 
 SCORE = variable("score")
 LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least number of a dtype to hide keys
+PAIR = ("score", "q_idx", "k_idx")  # the inputs that are not of a whole head
 # What the axes of a bias stand for; it may lack the first ones.
 BIAS_AXES = ("b", "h", "q_idx", "k_idx")
 
@@ -61,6 +62,14 @@ class ModSpec:
     def changes(self) -> bool:
         """True where anything is different from a plain call."""
         return not (self.score is self.mask is None and not (self.has_sinks or self.drops))
+
+    @property
+    def divides_float64(self) -> bool:
+        """True if a pair of a query and a key needs a quotient or a remainder of float64."""
+        order = post_order([root for root in (self.score, self.mask) if root is not None])
+        return any(
+            each.op in DIVISIONS and each.type == Type.FLOAT64 and not each.inputs.isdisjoint(PAIR) for each in order
+        )
 
     def encoded(self) -> list[Any]:
         """Returns it as lists of numbers and strings: the nodes, each after its arguments, then the other fields."""

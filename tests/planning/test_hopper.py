@@ -6,11 +6,13 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from drivers import Gpus
 from plans import ARCHS, problem_of
 from plans import problem as make_problem
 
+import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.planning.device import DEVICES
 from cuflash.planning.hopper import allows_tma
@@ -223,3 +225,20 @@ def test_strides_are_no_part_of_what_is_compiled() -> None:
         for device, misaligned in ((DEVICES["sm_80"], ()), (replace(H100, num_sms=7), ("q",))):
             dense = make_plan(problem_of(SOME, SOME, SOME), device, misaligned)
             assert [launch.variant for launch in make_plan(problem, device).launches] == [dense.variant]
+
+
+@pytest.mark.parametrize("op", ALL)
+def test_functions_that_divide_float64_for_each_pair_take_other_kernels(op: Any) -> None:
+    times = np.arange(300) + 1.7e9
+
+    def is_hopper(mask_mod: Any) -> bool:
+        v = None if op == "lse" else SHAPE
+        plan = cuflash.plan(SHAPE, SHAPE, v, dtype="float16", device="sm_90", op=op, mask_mod=mask_mod)
+        assert (plan.fallback is None) == is_hoppers(plan)
+        assert plan.fallback is None or "remainders of float64" in plan.fallback
+        return plan.fallback is None
+
+    assert not is_hopper(lambda b, h, i, j: times[i] // 60 == times[j] // 60)
+    assert not is_hopper(lambda b, h, i, j: times[j] % 60 > 2.5)
+    assert is_hopper(lambda b, h, i, j: times[h] // 60 > j)
+    assert is_hopper(lambda b, h, i, j: (times[i] > times[j]) & ((i + 2**40) // 60 > j))

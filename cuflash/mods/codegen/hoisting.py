@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ..graph.affine import from_linear
 from ..graph.graph import MAX_INDEX, Node, node, post_order, variable
 from ..graph.linear import LinearForm, linear
-from ..graph.operations import COMPARISONS, ROUNDING, Type
+from ..graph.operations import COMPARISONS, DIVISIONS, ROUNDING, Type
 from ..graph.simplify import build, cast, constant, has_inverse, rebuilt, transform
 
 # The inputs of the three stages. A key is the first key of the tile plus a column, which is a constant for the
@@ -31,7 +31,6 @@ KEY_BEGIN = node("input", Type.INT32, value="key_begin", range=(0, MAX_INDEX - M
 KEY = build("add", KEY_BEGIN, COLUMN)
 _FLOAT_COLUMN = cast(COLUMN, Type.FLOAT32)
 
-DIVISIONS = ("floor_divide", "remainder", "truncated_divide", "truncated_remainder")
 # Sums and products, which may wrap.
 SUMS = {"add", "subtract", "multiply", "negative", "left_shift"}
 # Operations that turn a small difference into a large one.

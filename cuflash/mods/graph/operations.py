@@ -147,6 +147,7 @@ FLOATING: dict[str, Function] = {
     "divide": np.divide,
     "power": np.power,
 }
+DIVISIONS = ("floor_divide", "remainder", "truncated_divide", "truncated_remainder")
 ROUNDING: dict[str, Function] = {"floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.rint}
 # Of numbers: the result has the larger of their types.
 ARITHMETIC: dict[str, Function] = {

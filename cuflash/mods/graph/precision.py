@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from .extents import is_wide
 from .graph import Node, post_order
-from .operations import COMPARISONS, ROUNDING, Type
+from .operations import COMPARISONS, DIVISIONS, ROUNDING, Type
 from .simplify import build, cast, constant, load, rebuilt
 
 # Operations of floats that turn a small difference into a large one.
-SHARP = {*COMPARISONS, *ROUNDING, "floor_divide", "remainder", "truncated_divide", "truncated_remainder", "sign"}
+SHARP = {*COMPARISONS, *ROUNDING, *DIVISIONS, "sign"}
 
 
 class _Forms(NamedTuple):
