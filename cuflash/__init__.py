@@ -8,8 +8,8 @@ Example::
 
 from typing import TYPE_CHECKING, Any
 
-from . import interrupt as interrupt  # why first: Ctrl-C may come while the rest is imported
-from . import mods as mods  # why: cuflash.mods is for users, and the other packages are not
+from . import interrupt as interrupt  # first: Ctrl-C may come during the imports below
+from . import mods as mods  # public, unlike the other packages
 from .errors import CompileError, ProblemError, UnsupportedError
 from .ops.append import append_kv
 from .ops.backward import backward
@@ -38,12 +38,12 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # why: a type checker would take any attribute
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any attribute
 
     def __getattr__(name: str) -> Any:
         raise no_attribute(name, __all__)
 
 
 def __dir__() -> list[str]:
-    """Returns the public names. `frameworks` and `testing` are packages that importing cuflash leaves out."""
+    """Returns the public names. Importing cuflash does not import `frameworks` and `testing`."""
     return [*__all__, "errors", "frameworks", "mods", "testing"]

@@ -28,7 +28,7 @@ python -m cuflash COMMAND --help tells the options of a command."""
 
 
 class Command(NamedTuple):
-    """A module with `add_options` and `main`, and what it does in a few words."""
+    """A module with `add_options` and `main`, and its one-line description."""
 
     module: ModuleType
     help: str
@@ -44,10 +44,10 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command, or prints which there are; the exit code is 0 if all is well, 2 for bad usage.
+    """Runs a command, or prints the list of commands; returns the exit code.
 
-    It is 1 if the benchmark or the self-test found a wrong output, an error is too large, a kernel did not compile, or
-    this machine cannot run the command; 130 if Ctrl-C ended it.
+    0: success. 1: a wrong output, an error above its limit, a kernel that did not compile, or a command that this
+    machine cannot run. 2: bad usage. 130: ended by Ctrl-C.
     """
     try:
         raises_error()

@@ -1,8 +1,8 @@
-"""Ctrl-C before a command runs: while its imports do, it ends the process with a line, and without a traceback.
+"""Ctrl-C during the imports of a command: ends the process with one line and without a traceback.
 
-Where `cuflash` is imported by its command, the import of this module, which is the first, replaces Python's handler of
-the signal, until `main` in `__main__.py` takes over. why a handler: no code of ours is around the imports of the
-package, and an import may swallow or print a KeyboardInterrupt.
+Importing this module, the first of the package, replaces Python's SIGINT handler if `cuflash` runs as a command; `main`
+in `__main__.py` restores it. A handler is needed because no `try` surrounds the imports of the package, and because an
+import may swallow or print a KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 import sys
 from contextlib import suppress
 
-INTERRUPTED = 130  # as a shell counts a program that Ctrl-C has ended
+INTERRUPTED = 130  # 128 + SIGINT: the exit code that shells report after Ctrl-C
 STOPPED = "cuflash: stopped"
 
 
 def is_command(command_line: list[str], arguments: list[str]) -> bool:
     """Returns True for `python -m cuflash` and for the script `cuflash`.
 
-    command_line: all words, as in `sys.orig_argv`. arguments: those of the program, with its name or "-m" first, as in
+    command_line: all words, as in `sys.orig_argv`. arguments: the program's name or "-m", then its arguments, as in
     `sys.argv` while packages are imported.
     """
     if not 0 < len(arguments) < len(command_line):
@@ -30,7 +30,7 @@ def is_command(command_line: list[str], arguments: list[str]) -> bool:
 
 
 def raises_error() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt again, as it does in any program of Python."""
+    """Restores Python's handler, so that Ctrl-C raises KeyboardInterrupt."""
     import signal
 
     if signal.getsignal(signal.SIGINT) is _stop:
@@ -38,15 +38,15 @@ def raises_error() -> None:
 
 
 def _stop(*_: object) -> None:
-    # why not sys.stderr: the signal may have come while it was being written to.
+    # os.write, because the signal may have interrupted a write to sys.stderr.
     with suppress(OSError):
         os.write(2, f"{STOPPED}\n".encode())
     os._exit(INTERRUPTED)
 
 
 if is_command(sys.orig_argv, sys.argv):
-    import signal  # why here: other processes need none of it
+    import signal  # imported for commands only
 
-    # why asked: a shell lets programs in the background ignore Ctrl-C.
+    # Checked because shells start background programs with SIGINT ignored, and that is kept.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)

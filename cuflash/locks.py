@@ -1,7 +1,7 @@
-"""Locks that a child by fork never finds held by a thread that it does not have: a fork waits until they are free.
+"""Fork-safe locks: a fork waits until they are free, so a child never inherits a held lock.
 
-why no lock of `threading`: fork copies the thread that calls it alone, so that a lock which another thread has is never
-released in the child. That goes for locks inside of what that thread is doing, too, as compilers and imports have them.
+A lock of `threading` is not fork-safe. Fork copies only the calling thread, so a lock that another thread holds is
+never released in the child. The same is true of locks inside compilers and imports that such a thread runs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Value = TypeVar("Value")
 
 
 class _ThreadState(threading.local):
-    sections = 0  # that this thread is in
+    sections = 0  # nesting depth of this thread's sections
 
 
-PAUSE = 1e-3  # seconds between two looks of a thread that waits
-# The most seconds that a section may last and that a fork waits. A thread that waits for another process in a section
-# derives its limit from this one: runtime/disk_cache.py.
+PAUSE = 1e-3  # seconds between two polls of a waiting thread
+# Limit in seconds for the length of a section and for the wait of a fork. The limit for waiting on another process in a
+# section derives from it: runtime/disk_cache.py.
 MOST_SECONDS = 600.0
 
 _thread = _ThreadState()
-_gate = threading.RLock()  # why reentrant: a signal may call what enters a section, or forks, while this thread has it
-_inside = 0  # threads that are in a section
-_forks = 0  # that wait. New sections wait for them: of busy threads there would always be one in a section.
+_gate = threading.RLock()  # reentrant: a signal handler may enter a section or fork while this thread holds it
+_inside = 0  # number of threads in a section
+_forks = 0  # number of waiting forks. New sections wait for them, as busy threads could delay a fork for ever.
 
 
 class Section:
-    """Forks of other threads wait until this thread has left what is inside of `with`."""
+    """A context manager: forks of other threads wait until this thread leaves the `with` block."""
 
     __slots__ = ()
 
@@ -59,7 +59,7 @@ uninterrupted = Section()
 
 
 class Lock:
-    """`threading.Lock`, or RLock if `reentrant`, for `with` alone; a thread that has or awaits it is in a section."""
+    """A `threading.Lock`, or RLock if `reentrant`, for `with` only; holding it or waiting for it is a section."""
 
     __slots__ = ("_lock",)
 
@@ -80,7 +80,7 @@ class Lock:
 
 
 class Once(Generic[Value]):
-    """`functools.cached_property`, which before Python 3.12 has a lock that a thread may have while another forks."""
+    """A `functools.cached_property` without a lock: before Python 3.12, that lock is not fork-safe."""
 
     def __init__(self, function: Callable[[Any], Value]) -> None:
         self.function, self.__doc__ = function, function.__doc__
@@ -102,7 +102,7 @@ class Once(Generic[Value]):
 
 
 def _before_fork() -> None:
-    """Returns with the gate closed, so that no thread enters a section until the process is forked."""
+    """Waits for open sections and acquires the gate: no thread enters a section until the process is forked."""
     global _forks
     end = time.monotonic() + MOST_SECONDS
     with _gate:
@@ -110,7 +110,7 @@ def _before_fork() -> None:
     try:
         while True:
             _gate.acquire()
-            # why not from within a section: a thread in one may wait for a lock that this thread has.
+            # A thread in a section forks without waiting: another one may wait for a lock that this thread holds.
             if not _inside or _thread.sections or time.monotonic() > end:
                 break
             _gate.release()
@@ -129,8 +129,8 @@ def _after_fork_in_child() -> None:
     _gate, _inside, _forks = threading.RLock(), min(_thread.sections, 1), 0
 
 
-# why they are imported first: before a fork they take locks, for which a thread in a section may wait. What is
-# registered last is called first, so that none of these locks is taken yet while a fork waits below.
+# Both modules take locks before a fork, for which a thread in a section may wait. Handlers run in reverse order of
+# registration, so these modules are imported first: a fork then waits below before their locks are taken.
 REGISTERED_BEFORE = _logging, _thread_pools
-if hasattr(os, "register_at_fork"):  # why asked: Windows has no fork
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,4 +1,4 @@
-"""`CUFLASH_LOG=1` prints every new plan and every compile to stderr."""
+"""The logger of cuflash: `CUFLASH_LOG=1` prints every new plan and every compile to stderr."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Sizes of memory, amounts of work and kinds of things in words."""
+"""Sizes of memory, amounts of work and names of types in words."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import re
 
 def kind_of(value: object) -> str:
     """Returns the name of a value's type with its article: "a tuple", "an int", "an ndarray"."""
-    return with_article(value.__class__.__name__)  # why not type(): a stand-in has the class of its object
+    return with_article(value.__class__.__name__)  # unlike type(), right for a stand-in: the class of its object
 
 
 def with_article(noun: object) -> str:
-    """Returns a noun with its article by how it sounds: "a list", "an int", "an ndarray", "a uint8"."""
+    """Returns a noun with its article, chosen by sound: "a list", "an int", "an ndarray", "a uint8"."""
     text = str(noun)
     is_vowel = re.match(r"(?!uint|uni|us|uuid|one)[aeiou]|nd", text, re.IGNORECASE)
     return f"{'an' if is_vowel else 'a'} {text}"
 
 
 def memory(num_bytes: float) -> str:
-    """A size in the largest unit of which it has one: "512 B", "1.5 KiB", "24 MiB"."""
+    """Returns a size in the largest unit that gives at least 1: "512 B", "1.5 KiB", "24 MiB"."""
     return _scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def work(flops: float) -> str:
-    """Operations in the largest unit of which there is one: "12 FLOP", "1.1 TFLOP"."""
+    """Returns a number of operations in the largest unit that gives at least 1: "12 FLOP", "1.1 TFLOP"."""
     return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
 def _scaled(number: float, step: int, units: tuple[str, ...]) -> str:
     place = 0
-    # why the rounded number: 1023.7 KiB would be written as 1024 KiB.
+    # Rounded first: 1023.7 KiB would otherwise be written as 1024 KiB.
     while place < len(units) - 1 and round(number) >= step:
         number /= step
         place += 1

@@ -1,1 +1,1 @@
-"""*Whose* arrays: one file for each array library, which reads its arrays and makes new ones."""
+"""Adapters of array libraries, one file each: they read a library's arrays and create new ones."""

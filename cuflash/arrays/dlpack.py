@@ -1,4 +1,4 @@
-"""Arrays of libraries that offer DLPack, also of unknown ones: CuPy or NumPy reads them without a copy."""
+"""Adapter for arrays of any library with DLPack: CuPy or NumPy reads them without a copy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .numpy import NUMPY
 
 
 class DlpackLibrary(Library):
-    """A DLPack producer: its arrays are seen as CuPy or NumPy arrays of the same memory, which calls do not change."""
+    """Adapter of a DLPack producer: reads its arrays as CuPy or NumPy arrays of the same memory, without writing."""
 
     def __init__(self, name: str, from_dlpack: Callable[[Any], Any]) -> None:
-        """from_dlpack: how results become arrays of this library, or the identity if it offers no way back."""
+        """from_dlpack: converts a result to an array of this library; the identity if the library has no importer."""
         self.name = name  # type: ignore[misc]
         self._from_dlpack = from_dlpack
 
@@ -40,10 +40,10 @@ class DlpackLibrary(Library):
         return spec._replace(library=self.name)
 
     def _kind_of_device(self, name: str, array: Any) -> int:
-        """DLPack's number for the kind of device that an array is on."""
+        """Returns DLPack's device type of an array."""
         try:
             dl_device = array.__dlpack_device__()
-        except Exception as error:  # why any: nothing is known of who made the array
+        except Exception as error:  # an unknown library may raise anything
             raise _without_device(name, f"raised {error!r}") from error
         try:
             return int(dl_device[0])
@@ -62,7 +62,7 @@ class DlpackLibrary(Library):
         try:
             return from_dlpack(array)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            # why any of these: libraries differ in what they raise for dtypes, bytes in another order, and devices.
+            # Libraries raise different errors for unsupported dtypes, byte orders and devices.
             dtype = f" of {array.dtype}" if hasattr(array, "dtype") else ""
             raise UnsupportedError(
                 f"{name} is {with_article(self.name)} array{dtype} that cannot be read through DLPack ({error}); give "
@@ -73,7 +73,7 @@ class DlpackLibrary(Library):
         return self._from_dlpack(array)
 
     def from_cupy(self, array: Any) -> Any:
-        """A result as an array of this library, but as a CuPy array for producers that offer no way back."""
+        """Returns a result as an array of this library, or as a CuPy array if the library has no importer."""
         return self._from_dlpack(array)
 
     def check_writable(self, name: str, array: Any, otherwise: str = "") -> None:

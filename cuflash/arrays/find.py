@@ -1,4 +1,4 @@
-"""Finds the library that the arrays of a call belong to."""
+"""Finds the array library of a call's arrays."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _singletons: dict[Any, Library] = {"numpy": NUMPY}
 
 
 def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
-    """Returns the library of a call's operands, that of the first, and whether it is on a GPU.
+    """Returns the library of a call's first operand, and True if that operand is on a GPU.
 
-    Raises ProblemError for operands of others.
+    Raises ProblemError if another operand is of another library.
     """
     kind = type(arrays[0])
     first = _libraries.get(kind) or library_of(op.names[0], arrays[0])
-    # why counted first: it takes half as long as to look at each, and in most calls all are of one kind.
+    # Counting types takes half as long as the loop below, and in most calls all types are equal.
     if [*map(type, arrays)].count(kind) < len(arrays):
         for number, array in enumerate(arrays):
             if type(array) is kind or (array is None and (op.operands[number].optional or number >= len(op.inputs))):
@@ -40,7 +40,7 @@ def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
 
 
 def library_of(name: str, array: Any) -> Library:
-    """The library that an array belongs to; raises ProblemError if it is no array."""
+    """Returns the library of an array; raises ProblemError for a value that is no array."""
     library = _libraries.get(type(array))
     return _find(name, array) if library is None else library
 
@@ -55,10 +55,10 @@ def _find(name: str, array: Any) -> Library:
             _libraries[type(array)] = library
             return library
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        # why both: arrays of several kinds that come back as their own may be defined in one module.
+        # The key has both: one module may define several array classes, each with its own from_dlpack.
         module, from_dlpack = type(array).__module__, _from_dlpack(array)
         library = _singleton((module, from_dlpack), lambda: DlpackLibrary(module.split(".")[0], from_dlpack))
-        # why by the type: of others, each array may have another library, or none.
+        # Cached by type only if the type has __dlpack__: with an instance attribute, arrays of one type may differ.
         if hasattr(type(array), "__dlpack__"):
             _libraries[type(array)] = library
         return library
@@ -68,7 +68,7 @@ def _find(name: str, array: Any) -> Library:
 
 
 def _from_dlpack(array: Any) -> Any:
-    """Returns the array API's function that makes arrays of this library; the identity if it does not follow it."""
+    """Returns `from_dlpack` of the library's array API namespace, or the identity if it has no such namespace."""
     namespace = getattr(array, "__array_namespace__", None)
     return _unchanged if namespace is None else namespace().from_dlpack
 
@@ -78,11 +78,11 @@ def _unchanged(result: Any) -> Any:
 
 
 def _is_instance(array: Any, module: str, name: str) -> bool:
-    # why: an array of a framework exists only if the framework has been imported, so nothing is imported just to look.
+    # An array exists only if its framework has been imported, so nothing is imported for this check.
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(array, getattr(loaded, name, ()))
 
 
 def _singleton(key: Any, make: Any) -> Library:
-    # why setdefault: two threads may both make one in their first calls, and all are to get the same.
+    # setdefault: if the first calls of two threads both create an adapter, both get the same one.
     return _singletons.get(key) or _singletons.setdefault(key, make())

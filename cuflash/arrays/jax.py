@@ -1,4 +1,4 @@
-"""JAX arrays, which CuPy and NumPy read through DLPack. What is traced goes by `frameworks/jax`."""
+"""Adapter for JAX arrays: CuPy and NumPy read them through DLPack. `frameworks/jax` handles traced arrays."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class JaxLibrary(DlpackLibrary):
         return self._jax.device_put(array, next(iter(like.devices())))
 
     def from_cupy(self, array: Any) -> Any:
-        # why: XLA may reuse the inputs' memory on its own streams as soon as Python drops them.
-        with array.device:  # CuPy has a current stream for each device
+        # Synchronized because XLA may reuse the inputs' memory on its own streams as soon as Python drops them.
+        with array.device:  # CuPy has one current stream for each device
             cupy_module().cuda.get_current_stream().synchronize()
         return super().from_cupy(array)
 
     def seed(self, number: int, like: Any) -> Any:
-        self.on_gpu(like)  # why: a traced array is refused there
-        # why halves: JAX has no integers of 64 bits unless it is set to.
+        self.on_gpu(like)  # refuses traced arrays
+        # Two halves of 32 bits: JAX disables 64-bit integers by default.
         return self.from_numpy(np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32), like)
 
     def arange(self, count: int, like: Any) -> Any:
@@ -64,6 +64,6 @@ library = cache(JaxLibrary)
 
 
 def check_alive(name: str, array: Any) -> None:
-    """Raises ProblemError for an array of JAX that has no memory any more."""
+    """Raises ProblemError for a JAX array whose memory was deleted or donated."""
     if array.is_deleted():
         raise ProblemError(f"{name} was deleted, or donated to a jitted function; give an array that is still there")

@@ -1,4 +1,4 @@
-"""NumPy arrays."""
+"""Adapter for NumPy arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NumpyLibrary(Library):
         return ArraySpec(array.shape, element_strides(array), array.dtype.name, "cpu", self.name)
 
     def check_type(self, name: str, array: Any) -> None:
-        # why by the loaded modules: to import numpy.ma alone takes 50 ms.
+        # Looked up in loaded modules: importing numpy.ma takes 50 ms.
         if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
             raise ProblemError(f"{name} is a NumPy masked array, whose mask has no meaning here; give a plain array")
 

@@ -1,4 +1,4 @@
-"""Arrays of a call as operands of its op: their specs, their axes, and errors where they cannot be written to."""
+"""Arrays of a call as operands of its op: specs, views with all axes, and the error for overlapping memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .library import Library, as_4d
 
 
 def specs_of(op: Op, library: Library, arrays: Sequence[Any]) -> Iterator[ArraySpec | None]:
-    """Yields the specs of a call's inputs and outputs, None for one that is not there."""
+    """Yields the specs of a call's inputs and outputs, None for an omitted one."""
     for operand, array in zip(op.operands, arrays, strict=False):
         yield None if array is None else library.spec(operand.called, array)
 
 
 def views_of(problem: Problem, arrays: Sequence[Any]) -> dict[str, Any]:
-    """Returns views of the inputs that are there, NumPy or CuPy arrays, with all of their axes, by name."""
+    """Returns views with all axes of the inputs, NumPy or CuPy arrays, by name. Omitted inputs are left out."""
     views = {}
     for operand, array in zip(problem.op.inputs, arrays, strict=False):
         if array is None:
@@ -33,6 +33,6 @@ def views_of(problem: Problem, arrays: Sequence[Any]) -> dict[str, Any]:
 
 
 def overlap_error(name: str, other: str, is_unknown: bool = False) -> ProblemError:
-    """Returns the error for an array that is written to and lies where another one does, or may lie there."""
+    """Returns the error for an output array that overlaps another array, or may overlap it if `is_unknown`."""
     shares = "has strides for which it takes too long to tell whether it shares" if is_unknown else "shares"
     return ProblemError(f"{name}, which is written to, {shares} memory with {other}; give {name} memory of its own")

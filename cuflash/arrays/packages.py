@@ -1,7 +1,7 @@
-"""The array libraries, a line for each. It imports nothing, so that the tracing of mods knows their functions, too."""
+"""Table of array libraries. This module imports nothing, so that `mods/tracing`, a lower layer, can import it."""
 
-# The package of a library, and the class of its arrays in it. `library()` of the file of that name in this folder
-# returns its adapter. None is a package that holds a part of another one.
+# The package of a library, and the name of its array class. `library()` in this folder's file of the same name returns
+# the adapter. None marks a package that belongs to another one and has no adapter.
 PACKAGES: dict[str, str | None] = {
     "numpy": "ndarray",
     "torch": "Tensor",

@@ -1,4 +1,4 @@
-"""PyTorch tensors, whose pointer, shape and strides are read directly: DLPack would cost 4 to 34 µs a tensor."""
+"""Adapter for PyTorch tensors: pointer, shape and strides are read directly. DLPack would cost 4 to 34 µs a tensor."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class TorchLibrary(GpuLibrary):
         self._torch, self.device = torch, torch.cuda.device
         self._names = {getattr(torch, name): name for name in DTYPES}
         self._dtypes = {name: dtype for dtype, name in self._names.items()} | {"int8": torch.int8}  # of results
-        # why: the public current_stream() takes 4 µs to build an object; Triton and Inductor read this handle, too.
+        # The public current_stream() takes 4 µs to build an object; Triton and Inductor read this handle, too.
         self.stream = getattr(torch._C, "_cuda_getCurrentRawStream", self._current_stream)
-        # why: the public current_device() first checks that torch has initialised CUDA; a GPU tensor implies that.
+        # The public current_device() first checks that torch has initialised CUDA; a GPU tensor implies that.
         self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         self.key = TensorKeys(torch, self._key).find
-        # why: tensors that torch.func wraps have no memory of their own, and may show that of something else.
+        # Tensors that torch.func wraps have no memory, and their pointer may be another tensor's.
         functorch = getattr(torch._C, "_functorch", None)
         self._is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
-        # why: torch.empty takes 1.5 µs longer, and a call makes up to four; Inductor's code allocates like this, too.
+        # torch.empty takes 1.5 µs longer, and a call allocates up to four tensors. Inductor's code allocates like this.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_strided = getattr(guards, "_empty_strided_cuda", None)
 
@@ -64,12 +64,12 @@ class TorchLibrary(GpuLibrary):
         return ArraySpec(tuple(array.shape), tuple(array.stride()), dtype, device, self.name)
 
     def _key(self, array: Any) -> tuple[Any, ...]:
-        # why: tensors that require grad, lazily negated and wrapped ones must reach spec(), which refuses them.
+        # Tensors that require grad, lazily negated and wrapped ones must reach spec(), which refuses them.
         grad = array.requires_grad and self._torch.is_grad_enabled()
         must_validate = grad or array.is_neg() or self._is_wrapped(array)
         try:
             return array.shape, array.stride(), array.dtype, array.get_device(), must_validate
-        except RuntimeError:  # nested and sparse tensors have no strides, and are refused, too
+        except RuntimeError:  # nested and sparse tensors have no strides; spec() refuses them, too
             return array.dtype, True
 
     def pointers(self, arrays: Sequence[Any]) -> list[int]:
@@ -84,7 +84,7 @@ class TorchLibrary(GpuLibrary):
         return partial(self._torch.empty, shape, dtype=self._dtypes[dtype], device=ordinal)
 
     def check_type(self, name: str, array: Any) -> None:
-        # why: FakeTensor, DTensor, nested and quantised tensors have no memory of their own: data_ptr() is 0.
+        # FakeTensor, DTensor, nested and quantised tensors have no memory of their own: data_ptr() is 0.
         if type(array).__torch_dispatch__ is not self._torch.Tensor.__torch_dispatch__:
             raise UnsupportedError(f"{name} is a torch {type(array).__name__}; give the plain tensor it stands for")
 
@@ -93,7 +93,7 @@ class TorchLibrary(GpuLibrary):
             raise ProblemError(f"{name} is a view that is yet to be negated, which cannot be written to{otherwise}")
 
     def seed(self, number: int, like: Any) -> Any:
-        # why full: unlike a copy from the host, it may be a part of a CUDA graph, and nothing waits for it.
+        # torch.full: unlike a copy from the host, it can be captured in a CUDA graph and does not synchronize.
         return self._torch.full((), number, dtype=self._torch.int64, device=like.device)
 
     def arange(self, count: int, like: Any) -> Any:
@@ -115,7 +115,7 @@ class TorchLibrary(GpuLibrary):
         return self._torch.from_dlpack(array)
 
     def cupy_stream(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
-        # why no stream of torch: not all of its versions have this protocol.
+        # torch.cuda.Stream has this protocol in some versions only.
         stream = SimpleNamespace(__cuda_stream__=lambda: (0, self._current_stream(ordinal)))
         return cupy_module().cuda.Stream.from_external(stream)  # type: ignore[no-any-return]
 
@@ -136,8 +136,8 @@ class TorchLibrary(GpuLibrary):
             "strides": tuple([stride * itemsize for stride in array.stride()]),
             "typestr": f"|V{itemsize}",
         }
-        # Tensor.numpy() would forbid that the caller's storage is ever resized, as FSDP2 does between uses. The tensor
-        # lives as long as its view.
+        # Tensor.numpy() would make the caller's storage unresizable for ever, but FSDP2 resizes it between uses. The
+        # view keeps the tensor alive.
         memory = np.asarray(SimpleNamespace(__array_interface__=place, tensor=array))
         return memory.view(numpy_dtype(dtype))
 
@@ -155,7 +155,7 @@ library = cache(TorchLibrary)
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Raises UnsupportedError for a tensor whose elements do not lie in memory by strides."""
-    # why by its name: to ask for torch.strided, torch would have to be imported.
+    """Raises UnsupportedError for a tensor without strides: nested or sparse."""
+    # Compared by name: torch.strided would need an import of torch.
     if tensor.is_nested or str(tensor.layout) != "torch.strided":
         raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")

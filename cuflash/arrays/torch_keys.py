@@ -1,8 +1,8 @@
-"""Keys of the tensors of a call. The guards of torch.compile recognize tensors like those of one of the last calls.
+"""Cache keys for the tensors of a call, found by guards of torch.compile.
 
-A guard compares types, shapes, strides, dtypes, devices and all that autograd and views add to a tensor, of all tensors
-of a call together, in less time than Python takes to ask one of them. It is not public: where PyTorch has none, or
-another one than is expected here, keys are made of attributes that Python reads.
+A guard compares all tensors of a call with the tensors of an earlier call. It covers types, shapes, strides, dtypes,
+devices and the state of autograd and views, in less time than Python takes to read one tensor's attributes. Guards are
+not public: if PyTorch has no guards, or unexpected ones, keys are built from attributes that Python reads.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-RECENT = 16  # kinds of calls that have guards: as many as a program may repeat in turns. One that fails takes 0.1 µs
-MISSES_OF_A_GUARD = 64  # calls without a guard after which the oldest guard gives way to a new one
-MAX_KEYS = 4096  # keys
+RECENT = 16  # most guards, one for each kind of call that a program repeats in turns. A guard that fails takes 0.1 µs
+MISSES_OF_A_GUARD = 64  # every so many calls without a guard, a new guard replaces the oldest one
+MAX_KEYS = 4096  # keys in the cache of key objects
 
 
 class _Recent(NamedTuple):
-    """Of the arrays of a call: their types, which are tensors, whether others are like them, and their key.
+    """A guard for the arrays of a call, and their key.
 
-    has_grad: whether some require grad. The key is then of calls for which no gradients are recorded.
+    types: types of all arrays. tensors: selects the tensors among the arrays. is_alike: True if tensors pass the guard.
+    has_grad: True if a tensor requires grad; the key is then for calls that record no gradients.
     """
 
     types: list[type]
@@ -31,9 +32,9 @@ class _Recent(NamedTuple):
 
 
 class TensorKeys:
-    """Finds keys of arrays, which are equal for those that differ in their memory alone.
+    """A finder of keys of arrays. Keys are equal if arrays differ only in their memory.
 
-    key_of: makes the key of one tensor; its last element is True where the tensor must be validated each time.
+    key_of: returns the key of one tensor; the key's last element is True if every call must validate the tensor.
     """
 
     def __init__(self, torch: Any, key_of: Callable[[Any], tuple[Any, ...]]) -> None:
@@ -42,13 +43,13 @@ class TensorKeys:
         self._guards = _guards(torch)
         self._recent: tuple[_Recent, ...] = ()
         self._misses = 0
-        # why an object for each: it is equal to itself alone, and so found faster than a tuple.
+        # An object as key: it is compared by identity, which makes lookups faster than with a tuple.
         self._object_of = lru_cache(MAX_KEYS)(lambda keys: object())
 
     def find(self, arrays: Sequence[Any]) -> Hashable:
-        """The key of the arrays of a call, of which None is no array."""
+        """Returns the key of the arrays of a call; None is no array."""
         types = [*map(type, arrays)]
-        # why: a guard that checks a nested tensor ends the process.
+        # A guard that checks a nested tensor ends the process.
         if not any([x is not None and x.is_nested for x in arrays]):
             for recent in self._recent:
                 if recent.types == types and recent.is_alike(*recent.tensors(arrays)):
@@ -59,17 +60,18 @@ class TensorKeys:
         keys = tuple([None if x is None else key_of(x) for x in arrays])
         key = self._object_of(keys)
         self._misses += 1
-        # why not each time: of more kinds in turns, each guard would be dropped before its turn comes.
+        # Replaced every 64 misses only: with more than 16 kinds of calls in turns, each new guard would be dropped
+        # before its kind of call returns.
         has_room = len(self._recent) < RECENT or self._misses % MISSES_OF_A_GUARD == 0
         if has_room and self._guards is not None and not any([x is not None and x[-1] for x in keys]):
             self._remember(arrays, types, key)
         return key
 
     def _remember(self, arrays: Sequence[Any], types: list[type], key: Hashable) -> None:
-        """Makes a guard of these arrays the first that is tried."""
+        """Puts a guard of these arrays in front of the others."""
         present = [number for number, x in enumerate(arrays) if x is not None]
         tensors = [arrays[number] for number in present]
-        # why: a guard refuses a tensor that is given twice.
+        # A guard refuses a repeated tensor. A single tensor gets none: `itemgetter` of one index returns no tuple.
         if len({*map(id, tensors)}) < max(len(tensors), 2) or not all(map(self._is_plain, tensors)):
             return
         has_grad = any(x.requires_grad for x in tensors)
@@ -82,7 +84,7 @@ class TensorKeys:
 
 
 def _guards(torch: Any) -> Any:
-    """Returns the class of guards, or None if PyTorch has no such class that tells tensors apart."""
+    """Returns PyTorch's class of guards, or None if there is none that distinguishes tensors as needed here."""
     like = partial(torch.empty, dtype=torch.float32, device="cpu")
     try:
         guards = partial(torch._C._dynamo.guards.TensorGuards, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -92,6 +94,6 @@ def _guards(torch: Any) -> Any:
             others.append((like(2, 3, requires_grad=True), other))
             check = guards(one, other).check
             tells_apart = check(like(2, 3), like(3, 2)) and not any(check(*each) for each in others)
-    except Exception:  # what is not public may raise anything
+    except Exception:  # private functions may raise anything
         return None
     return guards if tells_apart else None
