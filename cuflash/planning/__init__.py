@@ -1,1 +1,1 @@
-"""*How* a problem would run: devices, tiles, a planner for each kind of call. All but `device.py` is pure functions."""
+"""Planning of calls: devices, tile tables, one planner for each op. All functions are pure, except in `device.py`."""

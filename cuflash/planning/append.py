@@ -1,4 +1,4 @@
-"""The plan of `append_kv`."""
+"""Planner of `append_kv`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_INT = 2**31 - 1
 
 
 def append_plan(problem: Problem, device: Device) -> Plan:
-    """The plan of a call: thread blocks for the new keys and values, then blocks for the queries.
+    """Returns the plan of `append_kv`: thread blocks for new keys and values, then thread blocks for queries.
 
-    A thread has a piece of a row: 16 bytes of each half of some pairs that are rotated, or 16 bytes that are copied.
+    Each thread handles one piece of a row: 16 bytes of each half of rotated pairs, or 16 bytes to copy.
     """
     variant = make_variant(problem, device, "append_kv", "portable/append_kv.cu", is_varlen=False)
     specs: dict[str, Any] = dict(zip(problem.op.names, problem.specs_4d, strict=True))
@@ -44,7 +44,7 @@ def append_plan(problem: Problem, device: Device) -> Plan:
         "rotary_dim": 2 * pairs,
         "pieces": pieces,
         "pieces_v": pieces_v,
-        "num_pages": min(num_pages, MAX_INT),  # pages have numbers of 32 bits, so there are no more of them
+        "num_pages": min(num_pages, MAX_INT),  # page numbers have 32 bits
         "page_size": page_size,
         "max_pages": 1 if table is None else table.shape[1],
         "positions": min(positions, MAX_INT),

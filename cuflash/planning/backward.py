@@ -1,4 +1,4 @@
-"""The plans of backward: its kernels in order, their grids, and the workspace they share."""
+"""Planner of backward: its kernels in order, their grids, and the workspace that they share."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupDqDkvTile
 from .variant import PORTABLE_THREADS, Variant
 
-KEY_SHARES_WORDS = 4  # numbers of how the list of key blocks is shared out: common/visible_rows.cuh
-SORTED_WAVES = 2  # the last waves of that list, in which the longest key blocks come first
-MOST_PARTS = 8  # thread blocks that share a key block of the list at most
+KEY_SHARES_WORDS = 4  # numbers of `KeyShares`, which divide the list of key blocks: common/visible_rows.cuh
+SORTED_WAVES = 2  # last waves of that list, in which the longest key blocks come first
+MOST_PARTS = 8  # most thread blocks that share a key block of the list
 ACC_ROWS = 16  # rows of a tile of the accumulators
-ACC_OF_THREAD = 16  # elements that a thread of the convert kernel converts
-# Up to this seqlen_k a block on Hopper takes several key blocks, if SHORT_WAVES waves of blocks remain. why: L35
+ACC_OF_THREAD = 16  # elements for each thread of the convert kernel
+# Up to this seqlen_k a block on Hopper takes several key blocks, if SHORT_WAVES waves of blocks remain (L35).
 SHORT_KEYS = 2**14
 SHORT_WAVES = 4
-MAX_SEMAPHORES = 2**16 - 1  # the most key blocks that Hopper's counter of a dq tile can count
-MAX_HEAD = 256  # the largest head dim of Hopper's kernels
+MAX_SEMAPHORES = 2**16 - 1  # most key blocks that the sm90 counter of a dq tile can count
+MAX_HEAD = 256  # largest head dim of sm90 kernels
 
 
 def backward_plan(
     problem: Problem, device: Device, misaligned: Collection[str], spilled: Collection[Variant] = frozenset()
 ) -> Plan:
-    """The plan of backward on this GPU. spilled: kernels that are not taken, because they spill registers."""
+    """Returns the plan of backward on a GPU. spilled: kernels to avoid, because they spill registers."""
     reason = reason_against(problem, device, misaligned) or _reason_against(problem)
     few_keys = "with so few keys, the query heads of a kv head are better shared out among blocks"
     if reason is None and changes_weights(problem):
@@ -77,12 +77,12 @@ def backward_plan(
 
 
 def _queries_of_a_key(problem: Problem) -> float:
-    """Returns how many queries see a key on average; 0 of variable-length sequences: no tile is for many there."""
+    """Returns the mean number of queries that see a key; 0 for varlen, which has no tile for many queries."""
     return problem.mask.num_visible() / max(problem.seqlen_k, 1) if problem.seqlen_info is None else 0.0
 
 
 def _reason_against(problem: Problem) -> str | None:
-    """Returns why Hopper's kernels cannot take this backward, besides the reasons that also hold for forward."""
+    """Returns the reason why sm90 kernels cannot run this backward, or None. Reasons of `reason_against` come first."""
     if problem.batch == 0:
         return "the batch is empty"
     if blocks_of(problem.seqlen_k, KEY_ROWS) > MAX_SEMAPHORES:
@@ -93,21 +93,21 @@ def _reason_against(problem: Problem) -> str | None:
 
 
 def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
-    """Returns whether backward_dq_dkv, with so many blocks for each key block, leave most of the GPU idle.
+    """Returns True if backward_dq_dkv leaves most of the GPU idle, with `parts` thread blocks for each key block.
 
-    sm80's kernels split the query heads of a group among any number of blocks; not if deterministic.
+    Sm80 kernels then split the query heads of a group among more thread blocks, but not if deterministic.
     """
     grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
     return grouped and 2 * parts * count_key_blocks(problem, KEY_ROWS) < device.num_sms
 
 
 def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
-    """The plan with mods; None if the kernels of all tiles spill registers."""
+    """Returns the plan with mods; None if the kernels of all tiles spill registers."""
     dims, capped, lengths = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0, problem.seqlen_info
-    # Whether it passes over tiles that see nothing. why not with varlen: kernels number the rows that are seen,
-    # so that tiles are not made of whole mask tiles.
+    # Values of `is_sparse` to try. Varlen skips no tiles: its kernels number visible rows only, so that their tiles do
+    # not align with mask tiles.
     ways = (True, False) if is_block_sparse(problem) and lengths is None else (False,)
-    # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
+    # Sparsity comes before the tile: most masks save more time than a tile for larger head dims costs.
     for is_sparse in ways:
         for tile in tiles_sm90.choose_mod_backward(*dims, _queries_of_a_key(problem), capped, is_sparse):
             if lengths is None:
@@ -131,7 +131,10 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
 
 
 def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
-    """Kernels: delta; all gradients, with dq summed in float32; convert. If deterministic: delta; dk and dv; dq."""
+    """Returns the plan with sm80 kernels: delta; all gradients, with dq summed in float32; convert.
+
+    If deterministic: delta; dk and dv; dq.
+    """
     deterministic = problem.options.deterministic
     dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, device
     is_sparse = is_block_sparse(problem)
@@ -156,13 +159,13 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
         num_q_blocks = blocks_of(problem.seqlen_q, dq_tile.block_q)
         num_k_blocks = blocks_of(problem.seqlen_k, tile.block_k)
         rows_q, rows_k = (blocks_of(seqlen, ACC_ROWS) * ACC_ROWS for seqlen in (problem.seqlen_q, problem.seqlen_k))
-    else:  # all sequences follow each other in the blocks of a head, and in what is kept for its rows
+    else:  # sequences follow each other in the blocks of a head, and in the workspace of its rows
         heads, heads_kv = problem.heads_q, problem.heads_kv
         num_q_blocks = varlen.num_slots("q", problem.batch, dq_tile.block_q)
         num_k_blocks = varlen.num_slots("k", problem.batch, tile.block_k)
         rows_q, rows_k = (varlen.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT for side in "qk")
     stats_rows = stats_rows_of(problem)
-    # why no splits if deterministic: dk and dv would depend on the batch and on the GPU.
+    # No splits if deterministic: the sums of dk and dv would depend on the batch and on the GPU.
     splits = 1
     if not deterministic:
         splits = choose_splits(problem, num_k_blocks * heads_kv, device.num_sms * tile.blocks_per_sm)
@@ -200,21 +203,21 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
 
 
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, is_sparse: bool = False) -> Plan:
-    """Kernels: delta, then all gradients in one.
+    """Returns the plan with sm90 kernels: delta, then all gradients in one kernel.
 
-    is_sparse: whether it passes over tiles in which the caller's mask shows nothing; two kernels before it list these.
+    is_sparse: True if it skips tiles that the mask_mod hides fully; two more kernels before it list them.
     """
     deterministic, full, heads = problem.options.deterministic, is_full(problem), problem.batch * problem.heads_q
     stats_rows = stats_rows_of(problem, tile.block_q)
     num_q_blocks, num_k_blocks = blocks_of(problem.seqlen_q, tile.block_q), blocks_of(problem.seqlen_k, tile.block_k)
     key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if full else 2))
     blocks = count_key_blocks(problem, tile.block_k * key_blocks)
-    steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
+    steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles of a key block without a mask
     parts_log2 = choose_parts(problem, device, tile.block_q)
-    # why if sparse: thread blocks take more key blocks until there are none left.
+    # If sparse, one at a time: thread blocks take key blocks until none is left.
     if is_sparse or parts_log2 > 0 or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, count_key_blocks(problem, tile.block_k)
-    # why not if sparse: key blocks have unequal numbers of steps.
+    # Not if sparse, as key blocks have unequal numbers of steps.
     shared = None if deterministic or is_sparse else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
     if parts_log2 > 0:
         shared = SharedKeys(blocks << parts_log2, 0, blocks, 0, parts_log2)
@@ -232,8 +235,8 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "deterministic": int(deterministic),
         **shared._asdict(),
     }
-    # `semaphores` has a counter for each tile of dq and for each shared key block; with mask tiles then one of what
-    # thread blocks have taken, and one for each order.
+    # `semaphores` has a counter for each tile of dq and for each shared key block. With mask tiles it then has one of
+    # the key blocks taken, and one for each order.
     workspace = _sums(tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
     counters, more_semaphores, of_mask_tiles = heads * num_q_blocks, shared.shared_keys, []
     if is_sparse:
@@ -249,7 +252,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     launches = [
         delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=more_semaphores),
         *of_mask_tiles,
-        # why a counter: it numbers blocks as they start, so that a block waits only for blocks that run.
+        # The counter numbers thread blocks as they start, so that a block waits only for running blocks.
         Launch(
             variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), takes_counter=deterministic and not is_sparse
         ),
@@ -261,7 +264,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
 
 
 def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, varlen: SeqlenInfo) -> Plan:
-    """Plans variable-length sequences: delta lists key blocks, which all thread blocks then take."""
+    """Returns the plan for variable-length sequences: delta lists key blocks, which persistent thread blocks take."""
     deterministic, full = problem.options.deterministic, is_full(problem)
     group = problem.heads_q // problem.heads_kv
     stats_rows = stats_rows_of(problem)
@@ -269,7 +272,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     most_blocks = varlen.num_slots("k", problem.batch, tile.block_k)
     blocks = most_blocks * problem.heads_kv
     takers = min(blocks, device.num_sms)
-    # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
+    # The mean, as the host has no lengths. A mask leaves a key block about half of its steps.
     steps = group * blocks_of(varlen.mean_rows("q", problem.batch), tile.block_q)
     most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
     least_parts = choose_least_parts(problem, varlen, most_parts)
@@ -301,7 +304,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     workspace = _sums(tile, problem.heads_q, stats_rows, num_q_blocks, shared_keys) | {
         "key_list": most_blocks * block_words(problem),
         "key_shares": KEY_SHARES_WORDS,
-        # A counter for each tile of dq, for each shared key block, and for what thread blocks have taken.
+        # A counter for each tile of dq, one for each shared key block, and one of the key blocks taken.
         "semaphores": problem.heads_q * num_q_blocks + shared_keys + 1,
     }
     variant = _warpgroup_variant(problem, device, "backward", tile)
@@ -317,7 +320,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
 def _sums(
     tile: WarpgroupBackwardTile, heads: int, stats_rows: int, num_q_blocks: int, shared_keys: int
 ) -> dict[str, int]:
-    """Floats of the workspace but for counters: stats, and sums that thread blocks make together."""
+    """Returns floats of the workspace without counters: stats, and sums that thread blocks share."""
     return {
         "stats": 2 * heads * stats_rows,
         "dq_acc": heads * num_q_blocks * tile.acc_floats,
@@ -333,10 +336,10 @@ def _dq_dkv_plan(
     is_sparse: tuple[bool, ...] = (False,) * 3,
     shares: bool = False,
 ) -> Plan:
-    """Kernels: delta, dq, dk and dv. All of them repeat bit by bit, also without `deterministic`.
+    """Returns the plan with sm90 kernels delta, dq, dk and dv. All repeat bit by bit, even without `deterministic`.
 
-    is_sparse: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of
-    threads share the query heads of each key block of dk, and of dv.
+    is_sparse: for each gradient, True if its kernel skips tiles that the mask_mod hides fully. shares: True if two
+    thread blocks share the query heads of each key block of dk, and of dv.
     """
     if (varlen := problem.seqlen_info) is None:
         num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
@@ -377,9 +380,9 @@ def _dq_dkv_plan(
 
 
 def _tma_boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, TmaBox]:
-    """Boxes for the rows of q and dout that see a key, those of k and v that are seen, and all rows of the gradients.
+    """Returns TMA boxes for visible rows of q, dout, k and v, and for all rows of the gradients.
 
-    why all rows of dq: a store may not begin before the first row of its box. With varlen, boxes of any rows.
+    Gradients have all rows because a store may not begin before the first row of its box. Varlen boxes have all rows.
     """
     if (varlen := problem.seqlen_info) is not None:
         rows = {"q": varlen.rows_q, "k": varlen.rows_k, "v": varlen.rows_k, "dout": varlen.rows_q}

@@ -1,4 +1,4 @@
-"""Mask tiles of 64 x 64 scores: which calls use them, and the launch that computes them from the mask_mod."""
+"""Mask tiles of 64 x 64 scores: the calls that use them, and the launch that computes them from the mask_mod."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .plan import NOTHING, Launch, Plan, blocks_of, make_plan, make_variant
 from .tile import rounded_up
 from .variant import PORTABLE_THREADS
 
-# Mask tiles that a call computes: up to so many, and not for so few keys, of which kernels have a tile or two.
+# A call computes at most so many mask tiles, and none for so few keys: kernels have one or two tiles of these.
 MAX_MASK_TILES, FEW_KEYS = 2**24, 128
-MAX_ORDERED = 2**12  # key blocks of a head: to order them takes time that grows with their square
-LINE_FLOATS = 32  # of 128 bytes
-WARP = 32  # threads, which own a mask tile
-WAVES = 4  # of thread blocks that fill the GPU: mask tiles take unequal time
+MAX_ORDERED = 2**12  # most key blocks of a head that are ordered; the time of ordering grows with their square
+LINE_FLOATS = 32  # floats of a line of 128 bytes
+WARP = 32  # threads for each mask tile
+WAVES = 4  # waves of thread blocks, as mask tiles take unequal time
 BLOCKS_PER_SM = 2048 // PORTABLE_THREADS
 
 
 def is_block_sparse(problem: Problem) -> bool:
-    """Returns whether kernels of this problem pass over tiles in which the caller's mask shows nothing."""
+    """Returns True if kernels of this problem skip tiles that the mask_mod hides fully."""
     mod_spec = problem.op.mod_spec
     return mod_spec is not None and mod_spec.mask is not None and (mod_spec.has_block_mask or _is_worth_it(problem))
 
@@ -35,17 +35,14 @@ def _is_worth_it(problem: Problem) -> bool:
 
 
 def mask_tiles_shape(problem: Problem) -> tuple[int, int, int, int]:
-    """Shape (batch, heads, …, …) of the mask tiles that a call computes. Batch or heads are 1 where they share them."""
+    """Returns the shape (batch, heads, rows, columns) of a call's computed mask tiles; a shared axis has length 1."""
     batch = problem.batch if _tells_sequences_apart(problem) else 1
     heads = problem.heads_q if "h" in _inputs(problem) else 1
     return batch, heads, blocks_of(problem.seqlen_q, MASK_TILE), blocks_of(problem.seqlen_k, MASK_TILE)
 
 
 def mask_tile_strides(problem: Problem) -> tuple[int, int, int]:
-    """From the mask tiles of a sequence to those of the next, of a head, and of 64 queries; 0 where they are shared.
-
-    Mask tiles are an input of the call, or are computed by it.
-    """
+    """Returns strides of mask tiles, given or computed: by sequence, by head and by 64 queries; 0 for a shared axis."""
     mod_spec = problem.op.mod_spec
     is_input = mod_spec is not None and mod_spec.has_block_mask
     batch, heads, rows, columns = problem.spec("mask_tiles").shape if is_input else mask_tiles_shape(problem)
@@ -59,31 +56,31 @@ def _inputs(problem: Problem) -> frozenset[str]:
 
 
 def _tells_sequences_apart(problem: Problem) -> bool:
-    """Returns whether the mask depends on the sequence, or on its lengths where only the device knows them."""
+    """Returns True if the mask depends on the sequence, or on lengths that only the device has."""
     inputs = _inputs(problem)
     return "b" in inputs or (problem.seqlen_info is not None and not inputs.isdisjoint(LENGTHS))
 
 
 def mask_tiles_launch(problem: Problem, device: Device) -> tuple[Launch, int] | None:
-    """The launch that computes the mask tiles of a call, and floats of their part "mask_tiles" of the workspace.
+    """Returns the launch that computes a call's mask tiles, and the floats of the workspace part "mask_tiles".
 
-    None where no kernel uses them, and where they are an input.
+    None if no kernel uses mask tiles, or if they are an input.
     """
     mod_spec = problem.op.mod_spec
     if mod_spec is None or mod_spec.has_block_mask or not is_block_sparse(problem):
         return None
     shape = mask_tiles_shape(problem)
-    # why not of each sequence if all share them: what a mask shows of the longest it shows of any.
+    # If all sequences share mask tiles, those for the longest one hold for all.
     of_lengths = problem.seqlen_info is not None and _tells_sequences_apart(problem)
     launch = _launch(problem, device, shape, of_lengths, of_call=problem.seqlen_info is None or of_lengths)
-    # why whole lines: what lies behind the mask tiles is copied 16 bytes at a time.
+    # Whole lines, as the part behind the mask tiles is copied 16 bytes at a time.
     return launch, rounded_up(blocks_of(math.prod(shape), 4), LINE_FLOATS)
 
 
 def with_mask_tiles(
     problem: Problem, device: Device, launches: list[Launch], workspace: Mapping[str, int] = NOTHING
 ) -> tuple[list[Launch], Mapping[str, int]]:
-    """Launches and floats of the workspace, after those of the mask tiles that they use, if the call computes any."""
+    """Returns launches and workspace floats with the launch and the part of computed mask tiles added, if any."""
     if (launch_and_floats := mask_tiles_launch(problem, device)) is None:
         return launches, workspace
     launch, floats = launch_and_floats
@@ -93,8 +90,8 @@ def with_mask_tiles(
 class KeySteps(NamedTuple):
     """Lists of the steps of key blocks in backward on Hopper."""
 
-    heads: int  # kv heads of all sequences that have lists of their own; 1 if all share them
-    heads_q: int  # query heads of such a kv head that have lists of their own
+    heads: int  # kv heads, over sequences, with separate lists; 1 if all share them
+    heads_q: int  # query heads of such a kv head with separate lists
     list_stride_batch: int  # as in TileCountsParams
     list_stride_head: int
     num_k_blocks: int
@@ -103,9 +100,9 @@ class KeySteps(NamedTuple):
 
     @classmethod
     def for_problem(cls, problem: Problem, num_q_blocks: int, num_k_blocks: int) -> KeySteps:
-        """Key blocks with more steps come first.
+        """Returns the lists of a problem. Key blocks with more steps come first.
 
-        Not if deterministic, as they then add to dq in their order, and not where causal or a window orders them.
+        They stay in order if deterministic, as they add to dq in that order, and under causal or a window.
         """
         of_batch, of_head, _ = mask_tile_strides(problem)
         heads_kv = problem.heads_kv if of_head else 1
@@ -122,18 +119,18 @@ class KeySteps(NamedTuple):
 
     @property
     def orders(self) -> int:
-        """Orders of key blocks, each of which needs a counter."""
+        """The number of orders of key blocks; each needs a counter."""
         return self.heads if self.is_ordered else 0
 
     @property
     def workspace(self) -> dict[str, int]:
-        """Floats of its parts of the workspace."""
+        """The floats of its workspace parts."""
         ordered, lists = self.orders * self.num_k_blocks, self.heads * self.heads_q * self.num_k_blocks
         return {"key_order": ordered, "step_counts": ordered, "key_steps": lists * self.list_lines * WARP}
 
     @property
     def fields(self) -> dict[str, int]:
-        """Of both kernels."""
+        """The fields that both kernels have."""
         return {
             "list_lines": self.list_lines,
             "list_stride_batch": self.list_stride_batch,
@@ -144,9 +141,9 @@ class KeySteps(NamedTuple):
 def tile_counts_launch(
     problem: Problem, device: Device, block_q: int, num_q_blocks: int, steps: KeySteps, first_counter: int
 ) -> Launch:
-    """The launch that lists the steps of key blocks of backward on Hopper, and counts those of each tile of queries.
+    """Returns the launch that lists the steps of key blocks of backward on Hopper, and counts steps of query tiles.
 
-    first_counter: a zero for each order, among `semaphores`.
+    first_counter: index in `semaphores` of the orders' counters, which are zero.
     """
     variant = make_variant(problem, device, "tile_counts", "portable/tile_counts.cu")
     of_batch, of_head, of_row = mask_tile_strides(problem)
@@ -168,7 +165,7 @@ def tile_counts_launch(
 
 
 def block_mask_plan(problem: Problem, device: Device) -> Plan:
-    """The plan of the op block_mask, whose result has the mask tiles of each sequence and head, or of all of them."""
+    """Returns the plan of the op block_mask: mask tiles by sequence and head, or shared by all of them."""
     shape = problem.spec("mask_tiles").shape
     launch = _launch(problem, device, shape, problem.seqlen_info is not None, of_call=False)
     return make_plan(problem, device, [launch], num_work=math.prod(shape))
@@ -177,7 +174,7 @@ def block_mask_plan(problem: Problem, device: Device) -> Plan:
 def _launch(problem: Problem, device: Device, shape: tuple[int, ...], of_lengths: bool, of_call: bool) -> Launch:
     _, heads, mask_tiles_q, mask_tiles_k = shape
     num_mask_tiles = math.prod(shape)
-    # why float32, whatever q is: functions are then as exact as in NumPy, and kernels of all dtypes share the code.
+    # float32 for any dtype of q: functions are as exact as in NumPy, and kernels of all dtypes share the code.
     source, code = "portable/block_mask.cu", make_mod_code(problem)
     variant = make_variant(problem, device, "block_mask", source, mod_code=code, dtype="float32", is_varlen=of_lengths)
     fields = {

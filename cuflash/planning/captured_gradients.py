@@ -1,8 +1,8 @@
-"""Plans the launches of backward for gradients of bias, sinks, and arrays that score_mod loads from.
+"""Planner of the gradients of captured arrays: bias, sinks, and arrays that score_mod loads from.
 
-For each place where scores load from an array, a kernel makes scores and their gradients once more, and sums what the
-place gets (`Sums`). Several thread blocks may share a sum; each then has a table in the workspace,
-and one more kernel adds the tables. Only where there is no room for tables are sums made by atomics.
+For each load of an array in the scores, a kernel recomputes scores and their gradients and sums them by the load's
+index (`Sums`). If thread blocks share a sum, each has a table in the workspace, and one more kernel adds the tables.
+Without room for tables, sums are made by atomics.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from .tile import FLOAT_BYTES
 from .tiles_sm80 import DqTile
 from .variant import PORTABLE_THREADS
 
-MAX_AXES = 8  # of an array that has a gradient: the arrays of `ModGradientParams` in kernels_cu/common/params.cuh
-MAX_PLACES = 2**31 - 1  # of a table, whose kernels count its places in 32 bits
-MOST_TABLE_BYTES = 64 * 2**20  # of the tables that thread blocks share sums by
-MOST_WAVES = 4  # of thread blocks that share walks
-LANES, LANES_TABLES, LANES_ELEMENTS = 32, 8, 2**16  # of a sum of many tables for few elements
+MAX_AXES = 8  # most axes of an array with a gradient: lengths of arrays in `ModGradientParams`, common/params.cuh
+MAX_PLACES = 2**31 - 1  # most elements of a table, which kernels index by 32 bits
+MOST_TABLE_BYTES = 64 * 2**20  # most bytes of the tables of a term
+MOST_WAVES = 4  # most waves of thread blocks that share steps
+# So many lanes add the tables of one element, for at least so many tables and at most so many elements.
+LANES, LANES_TABLES, LANES_ELEMENTS = 32, 8, 2**16
 NUMBER_KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # NumberKind in common/gradient_sums.cuh
 SINKS = "dsinks"
 
 
 class NotDeterministicError(UnsupportedError):
-    """The gradient of a captured array is too large to be summed in a fixed order; in any order it can be."""
+    """A gradient of a captured array that is too large for a sum in fixed order; an unordered sum is possible."""
 
 
 class Term(NamedTuple):
-    """The gradient of scores by one load, and the load's indices: the name of one of BIAS_AXES, a constant, or None.
+    """The gradient of scores by one load, and the load's index along each axis.
 
-    None stands for what is to be computed for each score.
+    axes: a name of BIAS_AXES, a constant, or None for an index that is computed for each score.
     """
 
     load: Node
@@ -55,7 +56,7 @@ class Term(NamedTuple):
 
 @lru_cache(maxsize=64)
 def terms_of(mod_spec: ModSpec) -> dict[int, tuple[Term, ...]]:
-    """The terms of each array that has some, by its number in `mod_spec.arrays`."""
+    """Returns the terms of captured arrays, by the array's index in `mod_spec.arrays`; no entry without terms."""
     terms: dict[int, tuple[Term, ...]] = {}
     for load, derivative in ({} if mod_spec.score is None else differentiate(mod_spec.score)).items():
         is_flat = derivative.op == "constant" and derivative.value == 0
@@ -75,16 +76,18 @@ def _axis(index: Node) -> str | int | None:
 
 
 def is_affine(index: Node) -> bool:
-    """Returns whether an index is a sum of multiples of b, h, q_idx, k_idx and the lengths."""
+    """Returns True if an index is a sum of multiples of b, h, q_idx, k_idx and the lengths."""
     return all(atom.op == "input" for atom in linear(index).coefficients)
 
 
 class Sums(NamedTuple):
     """The sums of a term.
 
-    separate_axes: the axes of BIAS_AXES that index the array, so that each index has a sum. gathered_axes: the
-    axes of the array whose index is computed for each score; sums are then separate by sequence and head at most.
-    firsts, counts: the indices of each axis that have sums. names: the axis of BIAS_AXES that an axis follows, or None.
+    separate_axes: axes of BIAS_AXES that index the array, with a sum for each index.
+    gathered_axes: axes of the array whose index is computed for each score. With any, at most sequences and heads have
+    separate sums.
+    firsts, counts: first index and number of indices with sums, for each axis of the array.
+    names: the axis of BIAS_AXES that indexes each axis of the array, or None.
     """
 
     separate_axes: tuple[str, ...]
@@ -100,7 +103,7 @@ def sums_of(term: Term, shape: tuple[int, ...], lengths: Mapping[str, int]) -> S
         raise UnsupportedError(f"the gradient of an array of {len(shape)} axes; up to {MAX_AXES} are supported")
     names: list[str | None] = []
     for axis, extent in zip(term.axes, shape, strict=True):
-        # why not of a shorter axis: its last element is then that of several indices.
+        # Not for a shorter axis, as several indices are clamped to its last element.
         is_separate = isinstance(axis, str) and extent >= lengths[axis] and axis not in names
         names.append(axis if isinstance(axis, str) and is_separate else None)
     varying = [number for number, axis in enumerate(term.axes) if not isinstance(axis, int)]
@@ -120,7 +123,7 @@ def _clamped(index: int, extent: int) -> int:
 
 
 def with_captured_gradients(plan: Plan, problem: Problem, device: Device) -> Plan:
-    """The plan of backward, and after it the launches for gradients of captured arrays, if there are any."""
+    """Returns the plan of backward, extended by launches for gradients of captured arrays, if there are any."""
     names = [operand.name for operand in problem.op.outputs if operand.name not in ("dq", "dk", "dv")]
     if not names:
         return plan
@@ -134,7 +137,7 @@ def with_captured_gradients(plan: Plan, problem: Problem, device: Device) -> Pla
 
 
 class _CapturedGradients:
-    """Launches and parts of the workspace beside those of a plan."""
+    """A builder of launches and workspace parts that extend a plan."""
 
     def __init__(self, plan: Plan, problem: Problem, device: Device) -> None:
         self.backward_plan, self.problem, self.device = plan, problem, device
@@ -142,11 +145,11 @@ class _CapturedGradients:
         self.parts, self.end = dict(plan.workspace), plan.workspace_bytes
         delta = next(launch for launch in plan.launches if launch.variant.op == "delta")
         self.stats = {name: delta.fields[name] for name in ("stats_rows", "stats_step", "stats_delta")}
-        # why not of the launch: it may know lengths of keys alone.
+        # From the plan, as the launch of delta may have key lengths only.
         self.has_queries = "stats" in plan.workspace and problem.seqlen_q > 0
 
     def plan(self) -> Plan:
-        """The plan with all of it."""
+        """Returns the extended plan."""
         if (most := max(launch.num_blocks for launch in self.launches)) > MAX_GRID:
             raise UnsupportedError(
                 f"gradients of captured arrays need {most} blocks; a launch has at most {MAX_GRID}. Split the "
@@ -157,13 +160,13 @@ class _CapturedGradients:
         )
 
     def _part(self, name: str, floats: int) -> str:
-        """The name of a new part of the workspace."""
+        """Adds a part to the workspace and returns its name."""
         self.parts[name] = Part(self.end, FLOAT_BYTES * floats)
         self.end += FLOAT_BYTES * floats
         return name
 
     def add_sinks(self) -> None:
-        """The gradient of the sinks."""
+        """Adds the gradient of the sinks."""
         problem, varlen, heads = self.problem, self.problem.seqlen_info, self.problem.heads_q
         if varlen is None:
             num_slots = problem.batch * blocks_of(problem.seqlen_q, PADDED_SLOT)
@@ -182,7 +185,7 @@ class _CapturedGradients:
         self._add_tables(SINKS, sums, (1,), tables, parts, heads)
 
     def add_array(self, name: str) -> None:
-        """The gradient of an array that scores may load from."""
+        """Adds the gradient of a captured array, which is zero if scores do not load from it."""
         problem, result = self.problem, _spec(self.problem, name)
         mod_spec = problem.op.mod_spec
         assert mod_spec is not None
@@ -205,7 +208,7 @@ class _CapturedGradients:
             self._add_term(name, term, tile, total, position, len(terms))
 
     def _add_term(self, name: str, term: Term, tile: DqTile, total: str | None, position: int, count: int) -> None:
-        """Adds term `position` of `count`; total: the part of the workspace in which terms are added."""
+        """Adds term `position` of `count`. total: the workspace part in which terms are summed, or None."""
         problem, result = self.problem, _spec(self.problem, name)
         lengths = {"b": problem.batch, "h": problem.heads_q, "q_idx": problem.seqlen_q, "k_idx": problem.seqlen_k}
         sums = sums_of(term, result.shape, lengths)
@@ -293,7 +296,7 @@ class _CapturedGradients:
         position: int = 0,
         count: int = 1,
     ) -> None:
-        """The launch that adds tables of a term; without tables the result is zero."""
+        """Adds the launch that sums the tables of a term; without tables it sets the result to zero."""
         result = _spec(self.problem, name)
         elements = math.prod(result.shape)
         if not elements:
@@ -318,7 +321,7 @@ class _CapturedGradients:
         self._add_sum(elements * lanes, fields, aliases)
 
     def _zero(self, part: str, floats: int) -> None:
-        """The launch that sets a part of the workspace to zero."""
+        """Adds the launch that sets a workspace part to zero."""
         fields = {"num_elements": floats, "lanes": 1, "result_kind": NUMBER_KINDS["float32"]}
         self._add_sum(floats, fields, {"result": part})
 
@@ -338,9 +341,9 @@ def _numbered(name: str, values: Any) -> dict[str, int]:
 
 
 def _parts(blocks: int, num_steps: int, resident: int, room: int, is_even: bool) -> int:
-    """Returns how many thread blocks share each walk: as many as make the last of all end first.
+    """Returns the number of thread blocks that share the steps of a sum, for the earliest end of the last block.
 
-    is_even: whether all steps take equally long. If not, as many as possible. room: for how many there are tables.
+    is_even: True if all steps take equally long; else the number is the largest possible. room: most tables.
     """
     most = max(1, min(num_steps, MOST_WAVES * resident // max(blocks, 1), room))
     if not is_even:

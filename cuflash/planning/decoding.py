@@ -1,6 +1,6 @@
-"""The plans of forward for few queries over many keys, where thread blocks share the keys of a query.
+"""Planner of decoding: forward with few queries over many keys, where thread blocks split the keys of a query.
 
-The query heads of a group are rows of one block, so a cache is read once for all of them, as far as they fit one block.
+The query heads of a group are rows of one thread block, so that they read the cache once if they fit one block.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from .tiles_sm80 import Tile
 from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile
 from .variant import Variant
 
-# Few queries of a sequence of several lengths, and few rows with all heads of a group: keys are then what takes time.
+# With so few queries a varlen sequence, and so few rows with all heads of a group, reading keys takes most of the time.
 FEW_QUERIES, FEW_ROWS = 16, 2 * GROUP_ROWS
-SPLITS_OF_A_BLOCK = 8  # splits that a thread block has at most, beside one for each query block: `choose_splits`
-MAX_TILES = 2**30  # key tiles of all query blocks that `DecodeTileScheduler` can count
-# Times of a key tile of 64 rows, of 16 rows, and of merging splits; a key tile takes forward.cu 1, on Hopper 1.2 µs.
+SPLITS_OF_A_BLOCK = 8  # most splits for each thread block of the grid, beside one for each query block
+MAX_TILES = 2**30  # most key tiles of all query blocks that `DecodeTileScheduler` can count
+# Relative times of a key tile of 64 rows, of 16 rows, and of merging splits. A key tile of forward.cu takes 1, which is
+# 1.2 µs on Hopper.
 STEP, STEP_OF_A_WARP, MERGE = 4 / 3, 0.6, 4.0
-# Of sm80/decode.cu, whose splits the host chooses: keys of a split at most and tiles at least (kLeast in the kernel),
-# and bytes of all states at most.
+# For sm80/decode.cu, where the host chooses the splits: most keys of a split, fewest tiles of a split (kLeast in the
+# kernel), and most bytes of all states.
 LONG_SPLIT, LEAST_TILES, MAX_STATES_BYTES = 8192, 4, 64 * 2**20
-GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
-# Of Hopper's kernels, in times of a key tile that comes from memory: what comes before and after the keys; a key tile
-# that other thread blocks read, too; and what merging takes to as many bytes of keys.
+GAIN = 1.2  # least estimated speed-up over forward.cu
+# Times for sm90 kernels, in units of a key tile read from memory: start and end of a kernel; a key tile that other
+# thread blocks read, too; merging, relative to reading as many bytes of keys.
 START, READ_AGAIN, MERGED_BYTES = 4.0, 0.45, 1.5
-# In sm90/decode/scheduler.cuh kCost of blocks of 64 rows and of 16, and kLeast.
+# kCost of thread blocks of 64 and of 16 rows, and kLeast, in sm90/decode/scheduler.cuh.
 SPLIT_COST, SPLIT_COST_OF_A_WARP, SPLIT_TILES = 1.4, 2.0, 2
-PAGE_STEP = 8  # keys: the rows of shared memory that are swizzled together
-GAIN_OF_A_WARP = 1.1  # how many times as fast blocks of 16 rows must look, where there are more rows
+PAGE_STEP = 8  # keys: rows of shared memory that are swizzled together
+GAIN_OF_A_WARP = 1.1  # least estimated speed-up of blocks of 16 rows, if there are more rows
 
 
 def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]) -> Iterator[Plan]:
-    """Yields plans of Hopper's kernels for decoding, in order of preference; none if forward.cu is faster.
+    """Yields plans with sm90 decode kernels, in order of preference; none if forward.cu is faster.
 
     rows: tiles of forward.cu, in order of preference.
     """
@@ -53,7 +54,7 @@ def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]
     ):
         return
     num_rows = group * (problem.seqlen_q if problem.has("cu_seqlens_q") else varlen.rows_q)
-    # why not for one split: it must give the bits of forward.cu, and narrow.cu gives others.
+    # Not for one split, which must have the bits of forward.cu: narrow.cu gives others.
     is_narrow = splits != 1 and (num_rows <= WARP_ROWS or _is_faster_narrow(problem, device, rows[0], num_rows))
     ways = [(rows[0], True, True), (rows[0], True, False)] if is_narrow else []
     for row, by_warps, may_be_single in (*ways, *((row, False, False) for row in rows)):
@@ -66,7 +67,7 @@ def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]
 def _decode_plan(
     problem: Problem, varlen: SeqlenInfo, device: Device, row: WarpgroupTile, is_narrow: bool, may_be_single: bool
 ) -> Plan | None:
-    """One of them; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
+    """Returns one such plan; None if forward.cu is faster, or if the kernel may be unable to count the key tiles."""
     splits, group = _splits(problem), problem.heads_q // problem.heads_kv
     is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
     rows = varlen._replace(rows_q=varlen.rows_q * group)  # of a kv head
@@ -80,17 +81,17 @@ def _decode_plan(
         if not _is_faster(STEP * wide_blocks, whole, visible_tiles, splits, device.num_sms):
             return None
     few, paged = problem.batch <= FEW_SEQUENCES and not is_packed, problem.has("page_table")
-    # why then: the kernel cuts keys so that no thread block has a second work tile. why not with pages: 5 % slower.
+    # The kernel then splits keys so that no thread block has a second work tile. Not with pages: 5 % slower.
     is_single = is_narrow and may_be_single and few and not paged and splits == 0 and num_blocks <= device.num_sms
     problem = problem._replace(seqlen_info=varlen)
     tile = row.for_decoding(paged, few, is_narrow, is_single)
     tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
-    if num_blocks * tiles > MAX_TILES:  # why: the kernel could not count them
+    if num_blocks * tiles > MAX_TILES:
         return None
     if splits == 0:
         most = device.num_sms if num_blocks <= device.num_sms else SPLITS_OF_A_BLOCK * device.num_sms + num_blocks
     else:
-        # why no more than tiles: each split has one. why one more: splits begin at the first key, which may be hidden.
+        # At most one split for each tile. One more, as splits begin at the first key, even if the mask hides it.
         most = (min(splits, tiles) + 1) * num_blocks
     num_work = min(num_blocks * tiles, most)
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
@@ -100,7 +101,7 @@ def _decode_plan(
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     rows_of_splits = most * partial_rows
     workspace = {"partial_out": rows_of_splits * tile.head_dim_v, "partial_sums": 2 * rows_of_splits}
-    # why q and out: they have no tensor maps, but must be aligned as if they had.
+    # q and out have no tensor maps, but must be aligned as if they had.
     tma_boxes = {"k": box, "v": box, "q": box, "out": box}
     source = "sm90/decode/narrow.cu" if is_narrow else "sm90/decode/decode.cu"
     variant = _variant(problem, device, source, tile)
@@ -115,9 +116,9 @@ def _variant(problem: Problem, device: Device, source: str, tile: Tile | Warpgro
 
 
 def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_rows: int) -> bool:
-    """Returns whether blocks of 16 rows look faster than blocks of 64 for so many rows of a kv head.
+    """Returns True if blocks of 16 rows are estimated to be faster than blocks of 64, for `num_rows` rows a kv head.
 
-    Each of them reads all keys, most from L2, but the splits of a block are merged by one thread block.
+    Each narrow block reads all keys, most from L2. One thread block merges the splits of a block.
     """
     if num_rows > FEW_ROWS or _splits(problem) != 0:
         return False
@@ -134,9 +135,12 @@ def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_
 
 
 def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback: str | None) -> Plan | None:
-    """The plan on any GPU; None if `whole` blocks of sm80/forward.cu, of this tile, are faster, or if no tile fits."""
+    """Returns the plan with sm80/decode.cu; None if `whole` blocks of sm80/forward.cu are faster, or no tile fits.
+
+    row: the tile of sm80/forward.cu.
+    """
     splits = _splits(problem)
-    # why not for one split: it must give the bits of forward.cu, and sm80/decode.cu gives others.
+    # Not for one split, which must have the bits of forward.cu: sm80/decode.cu gives others.
     if problem.op.name != "forward" or problem.options.algorithm != "flash2" or splits == 1:
         return None
     if not _may_share_keys(problem):
@@ -171,26 +175,26 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
 
 
 def _splits(problem: Problem) -> int:
-    """Returns how many thread blocks may share the keys of a query; 0 for as many as are good."""
-    # why one: a row then has the bits that it has in calls of many queries, whose keys are never cut.
+    """Returns the number of splits of a query's keys that the caller gives; 0 to choose it here."""
+    # With split_size it is one: a row then has the same bits as in calls with many queries, whose keys are not split.
     return problem.options.num_splits if problem.options.split_size is None else 1
 
 
 def _may_share_keys(problem: Problem) -> bool:
-    """Returns whether kernels for decoding take the mods of the call."""
+    """Returns True if decode kernels take the mods of the call."""
     mod_spec = problem.op.mod_spec
-    # why not for one split: it must give the bits of forward.cu, and decoding with mods gives others.
+    # Not for one split, which must have the bits of forward.cu: decoding with mods gives others.
     return mod_spec is None or not (mod_spec.drops or _splits(problem) == 1)
 
 
 def _is_few(problem: Problem) -> bool:
-    """Returns whether keys are what takes time, whatever else runs on the GPU."""
+    """Returns True for a varlen call with so few queries that reading keys takes most of the time."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     return problem.seqlen_info is not None and problem.seqlen_q <= FEW_QUERIES and rows <= FEW_ROWS
 
 
 def _lengths(problem: Problem) -> SeqlenInfo | None:
-    """The lengths of a problem whose sequences may all be alike; None if they are more than kernels count."""
+    """Returns the SeqlenInfo of a problem, also of a dense one; None if it has more rows than kernels can count."""
     if problem.seqlen_info is not None:
         return problem.seqlen_info
     mask, places = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
@@ -200,15 +204,15 @@ def _lengths(problem: Problem) -> SeqlenInfo | None:
 
 
 def _visible_tiles(problem: Problem, block_q: int, block_k: int) -> int:
-    """Key tiles that the queries of a block see."""
+    """Returns the number of key tiles that the queries of a block see."""
     mask = problem.mask
     return max(blocks_of(min(problem.seqlen_k, mask.hi - mask.lo + block_q), block_k), 1)
 
 
 def _is_faster(num_blocks: float, whole: int, tiles: int, splits: int, num_sms: int) -> bool:
-    """Returns whether `num_blocks` query blocks that share keys look faster than `whole` of forward.cu.
+    """Returns True if `num_blocks` query blocks with splits are estimated to be faster than `whole` of forward.cu.
 
-    Both are measured in key tiles. `num_blocks` is scaled by the time of its tile relative to one of forward.cu.
+    Times are in key tiles of forward.cu. `num_blocks` is scaled by the relative time of its tile.
     """
     if splits == 0:
         steps = max(num_blocks * tiles / num_sms, 1.0) + MERGE
@@ -219,10 +223,10 @@ def _is_faster(num_blocks: float, whole: int, tiles: int, splits: int, num_sms: 
 
 
 def page_cut(problem: Problem, block_k: int) -> dict[str, int]:
-    """Returns the keys of a page that one TMA box takes, and the magic division of key numbers by the page size.
+    """Returns the keys of a page in one TMA box, and the magic numbers to divide key indices by the page size.
 
-    key // size == key * magic >> shift for keys below 2^31. page_box is 0 for pages that do not consist of whole
-    swizzled groups of rows: threads then copy each key by itself.
+    key // size == key * magic >> shift for keys below 2^31. page_box is 0 for pages that are no multiple of PAGE_STEP
+    keys: threads then copy each key by itself.
     """
     if not problem.has("page_table"):
         return {"page_box": 0, "page_magic": 0, "page_shift": 0}

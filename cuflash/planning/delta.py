@@ -1,4 +1,4 @@
-"""The launch of delta, the first kernel of backward, and what it writes for those that follow."""
+"""Launch of delta, the first kernel of backward, and sizes of its results."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from .plan import Launch, blocks_of, make_variant
 from .tile import rounded_up
 
 DELTA_ROWS = 32  # queries of a thread block
-# Heads of such a block at most, where it has to find its sequence first, and blocks of an SM that are left.
+# With varlen, where a thread block first searches for its sequence: most heads of a block, and fewest blocks of an SM.
 DELTA_HEADS, DELTA_BLOCKS = 8, 16
-# Numbers of a block of rows in its list, without or with those for mods: common/visible_rows.cuh.
+# Words of a list entry for a block of rows, without and with mods: common/visible_rows.cuh.
 BLOCK_WORDS, MOD_BLOCK_WORDS = 16, 20
 STATS_ROWS = 128  # the largest block_q of any kernel
 
 
 def changes_weights(problem: Problem) -> bool:
-    """Returns whether score_mod, mask_mod, bias or dropout change weights. Sinks do not: lse has them already."""
+    """Returns True if score_mod, mask_mod, bias or dropout change weights. Sinks do not, as lse includes them."""
     mod_spec = problem.op.mod_spec
     return mod_spec is not None and not (mod_spec.score is mod_spec.mask is None and not mod_spec.drops)
 
 
 def block_words(problem: Problem) -> int:
-    """Numbers of a block of rows in the list that delta writes."""
+    """Returns the words of a list entry that delta writes for a block of rows."""
     return MOD_BLOCK_WORDS if changes_weights(problem) else BLOCK_WORDS
 
 
 def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: int, **fields: int) -> Launch:
-    """The launch of delta. stats_step is 2 if lse and delta of a query stand side by side, 1 if each has a row.
+    """Returns the launch of delta. stats_step: 2 if lse and delta of a query are adjacent, 1 if each has a row.
 
-    Kernels with rows, which are Hopper's, get blocks of variable-length sequences, too.
+    For sm90 kernels, whose stats_step is 1, delta also lists the blocks of variable-length sequences.
     """
     varlen = problem.seqlen_info
     lists_seqlens = varlen is not None and stats_step == 1 and changes_weights(problem)
@@ -49,7 +49,7 @@ def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: 
 
 
 def stats_rows_of(problem: Problem, block_q: int = STATS_ROWS) -> int:
-    """Queries of a head in the workspace, rounded up to whole tiles of every kernel; of several lengths, to slots."""
+    """Returns a head's rows in the workspace: queries rounded up to tiles of all kernels; for varlen, to slots."""
     if (varlen := problem.seqlen_info) is not None:
         if max(varlen.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk") * PADDED_SLOT >= 2**31:
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Facts about a GPU: the only hardware query of the library."""
+"""Properties of GPUs: the only hardware query of the library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..locks import Once
 
 @dataclass(frozen=True)
 class Device:
-    """The properties of a GPU that plans depend on. Shared memory is in bytes, `smem_per_block` the opt-in limit."""
+    """The properties of a GPU that plans depend on. Shared memory is in bytes; `smem_per_block` is the opt-in limit."""
 
     name: str
     capability: tuple[int, int]
@@ -22,7 +22,7 @@ class Device:
 
     @Once
     def arch(self) -> str:
-        """The name of its architecture, such as `sm_90`."""
+        """The name of the architecture, such as `sm_90`."""
         return _arch(self.capability)
 
 
@@ -32,8 +32,8 @@ def _arch(capability: tuple[int, int]) -> str:
 
 KIB = 1024
 OLDEST = (8, 0)
-# Source: CUDA C++ Programming Guide, "Compute Capabilities" (shared memory per block and per SM); SM counts are those
-# of the largest common board of each architecture and only serve plans made without a GPU.
+# Source: CUDA C++ Programming Guide, "Compute Capabilities" (shared memory per block and per SM). SM counts are from
+# the largest common board of each architecture and only serve plans made without a GPU.
 DEVICES = {
     device.arch: device
     for device in (
@@ -49,7 +49,7 @@ DEVICES = {
         Device("DGX Spark", (12, 1), 48, 99 * KIB, 100 * KIB),
     )
 }
-# Architectures of Tegra (Orin and Thor), which run no code but that of these. CUDA 13 calls sm_101 of CUDA 12 sm_110.
+# Architectures of Tegra (Orin and Thor) and the code that each can run. sm_101 of CUDA 12 is sm_110 in CUDA 13.
 TEGRAS = {87: (87,), 101: (101, 110), 110: (110, 101)}
 
 
@@ -61,7 +61,7 @@ def code_runs(code: int, arch: int) -> bool:
 
 
 def named(arch: str) -> Device:
-    """The device of a name such as "sm_90": for planning and compiling without a GPU."""
+    """Returns the device of a name such as "sm_90", for planning and compiling without a GPU."""
     try:
         return DEVICES[arch]
     except (KeyError, TypeError):
@@ -72,7 +72,7 @@ def named(arch: str) -> Device:
 
 
 def of_name(name: str) -> Device:
-    """The device called "cuda:0", which is queried, or "sm_90", which needs no GPU."""
+    """Returns the device called "cuda:0", by a query, or "sm_90", which needs no GPU."""
     if isinstance(name, str) and name.startswith("cuda:") and name.removeprefix("cuda:").isdecimal():
         return query(int(name.removeprefix("cuda:")))
     return named(name)
@@ -80,14 +80,14 @@ def of_name(name: str) -> Device:
 
 @cache
 def query(ordinal: int) -> Device:
-    """The facts of the installed GPU with this ordinal."""
+    """Returns the properties of the installed GPU with this ordinal."""
     try:
         from cupy.cuda import runtime
 
         facts = runtime.getDeviceProperties(ordinal)
     except ImportError as error:
         raise UnsupportedError(f"GPU {ordinal} needs CuPy, which is not installed: {INSTALL_HINT}") from error
-    except Exception as error:  # why: CuPy raises its own error types for a missing driver or GPU
+    except Exception as error:  # CuPy raises its own error types for a missing driver or GPU
         raise UnsupportedError(f"GPU {ordinal} cannot be used ({error}); see python -m cuflash info") from error
     device = Device(
         name=facts["name"].decode(),
@@ -105,10 +105,10 @@ def query(ordinal: int) -> Device:
 
 
 def count() -> int:
-    """Returns how many CUDA GPUs this process can use; 0 without CuPy, driver or GPU."""
+    """Returns the number of CUDA GPUs that this process can use; 0 without CuPy, driver or GPU."""
     try:
         from cupy.cuda import runtime
 
         return int(runtime.getDeviceCount())
-    except Exception:  # why: CuPy raises its own error types for a missing driver, and ImportError when absent
+    except Exception:  # CuPy raises its own error types for a missing driver, and its import may fail
         return 0

@@ -1,4 +1,4 @@
-"""The plans of forward and lse."""
+"""Planner of forward and lse."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from .plan import Launch, Plan, TmaBox, blocks_of, heads_in_l2, make_plan, make_
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import Variant
 
-WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/forward/varlen_scheduler.cuh
-LONG_PAIRS = 1024  # keys of a sequence from which work tiles of wide heads come in pairs
+WIDE_HEAD = 128  # larger head dims are wide: kHasTail in kernels_cu/sm90/forward/varlen_scheduler.cuh
+LONG_PAIRS = 1024  # with at least so many keys a sequence, work tiles of wide heads are scheduled in pairs
 MOST_TAIL_PARTS = 32  # one for each lane of a warp
-L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
+# Most bytes of k and v of heads whose query blocks start together on Hopper (longest blocks first, L34).
+L2_BYTES = 32 * 2**20
 
 
 def forward_plan(
     problem: Problem, device: Device, misaligned: Collection[str], spilled: Collection[Variant] = ()
 ) -> Plan:
-    """The plan of forward or lse on this GPU. spilled: kernels that are not taken, because they spill registers."""
+    """Returns the plan of forward or lse on a GPU. spilled: kernels to avoid, because they spill registers."""
     reason = reason_against(problem, device, misaligned)
     if reason is None:
         for candidate in _hopper_plans(problem, device):
@@ -40,7 +41,7 @@ def forward_plan(
 
 
 def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
-    """Yields plans of Hopper's own kernels, in order of preference."""
+    """Yields plans with sm90 kernels, in order of preference."""
     keys, op = _keys_of_a_query(problem), problem.op.name
     dims, is_capped = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0
     mod_code = make_mod_code(problem, is_sparse=_passes_over_tiles(problem))
@@ -52,18 +53,21 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
     decode_plan = None
     for decode_plan in decode_plans(problem, device, rows):
         yield decode_plan
-    # Where decode kernels would be faster but spill, sm80's take the call: they share keys among thread blocks, too.
+    # If decode kernels are faster but spill, sm80's decode kernel runs: it also splits keys among thread blocks.
     if decode_plan is None:
         yield from (_warpgroup_plan(problem, device, tile, mod_code) for tile in rows)
 
 
 def _passes_over_tiles(problem: Problem) -> bool:
-    """Returns whether Hopper's kernels pass over tiles that the mask_mod hides; those that load pages do not."""
+    """Returns True if sm90 kernels skip tiles that the mask_mod hides; kernels that load pages skip none."""
     return is_block_sparse(problem) and not problem.has("page_table")
 
 
 def _keys_of_a_query(problem: Problem) -> float:
-    """Returns how many keys a query sees on average under a mask; for varlen, as if all sequences had the mean."""
+    """Returns the mean number of keys that a query sees under a mask, or inf without one.
+
+    For varlen it assumes that all sequences have the mean length.
+    """
     if (varlen := problem.seqlen_info) is not None:
         batch = max(problem.batch, 1)
         mean_q, mean_k = -(-varlen.batch_q * varlen.rows_q // batch), -(-varlen.batch_k * varlen.rows_k // batch)
@@ -74,7 +78,7 @@ def _keys_of_a_query(problem: Problem) -> float:
 
 
 def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
-    """A thread block for each query block of a head and each slice of v's columns."""
+    """Returns the plan with sm80 kernels: one thread block for each query block, head and slice of v's columns."""
     op = problem.op.name
     rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm, problem.op.mod_spec is not None)
     itemsize = DTYPES[problem.dtype].itemsize
@@ -105,7 +109,7 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
 
 
 def _tma_boxes(problem: Problem, rows_q: int, box_k: TmaBox) -> dict[str, TmaBox]:
-    """The boxes of the operands. box_k: that of k and v."""
+    """Returns the TMA boxes of the operands. box_k: the box of k and v."""
     tma_boxes = {"q": TmaBox(GROUP_ROWS, 0, rows_q, box_k.varlen), "k": box_k}
     if problem.op.name == "forward":
         tma_boxes |= {"v": box_k, "out": TmaBox(OUT_ROWS, 0, rows_q, box_k.varlen)}
@@ -113,7 +117,7 @@ def _tma_boxes(problem: Problem, rows_q: int, box_k: TmaBox) -> dict[str, TmaBox
 
 
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
-    """A thread block for each SM, which takes one query block after the other."""
+    """Returns the plan with persistent sm90 kernels: one thread block for each SM, which takes query blocks in turn."""
     if problem.seqlen_info is not None:
         return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), mod_code)
     source = f"sm90/forward/{problem.op.name}.cu"
@@ -123,7 +127,8 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
     num_tiles = num_q_blocks * heads
     full, together = problem.mask.is_full and not is_block_sparse(problem), 1
     if not full:
-        # why L34: the blocks of these heads take the same queries at about the same time, and read the keys they see.
+        # Blocks of these heads take the same queries at about the same time, so that L2 holds the keys that these see
+        # (longest blocks first, L34).
         keys = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + tile.block_q)
         head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
         together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, heads)
@@ -137,7 +142,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
 
 
 def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
-    """Plans variable-length sequences, whose query blocks are counted on the device."""
+    """Returns the plan for variable-length sequences, whose query blocks the device counts."""
     lengths = problem.seqlen_info
     assert lengths is not None
     source = f"sm90/forward/{problem.op.name}.cu"
@@ -151,7 +156,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
     tma_boxes = _tma_boxes(problem, lengths.rows_q, box_k)
     fields = {
         "heads_in_l2": together,
-        # why not with mask tiles: the two heads may have other ones.
+        # No pairs with mask tiles, as the two heads of a pair may have different ones.
         "in_pairs": 0 if _passes_over_tiles(problem) else _in_pairs(problem, tile, together),
         "tail_parts": _tail_parts(problem, tile, device, together),
         **cut,
@@ -163,7 +168,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
 
 
 def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
-    """Returns whether thread blocks take two heads of the same rows, one after the other."""
+    """Returns 1 if thread blocks take two heads of the same rows, one after the other, else 0."""
     varlen = problem.seqlen_info
     assert varlen is not None
     if (together | problem.heads_q) % 2:
@@ -171,14 +176,15 @@ def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
     keys = (
         problem.seqlen_k if problem.has("page_table") else min(varlen.mean_rows("k", problem.batch), problem.seqlen_k)
     )
-    # why not short ones of wide heads: pairs are claimed early, and then thread blocks do not end together (L19).
+    # No pairs for short sequences with wide heads: pairs are claimed early, and thread blocks then do not end together
+    # (early claims, L19).
     return int(tile.head_dim <= WIDE_HEAD or keys >= LONG_PAIRS)
 
 
 def _tail_parts(problem: Problem, tile: WarpgroupTile, device: Device, together: int) -> int:
-    """Returns how many of the last packed sequences, and of the rows behind them, start together with all heads.
+    """Returns the number of parts at the end of q's packed axis that start together, longest query blocks first.
 
-    Their longest query blocks come first.
+    A part is a sequence, or the rows behind the last one. All heads of these parts start together. 0 for none.
     """
     varlen = problem.seqlen_info
     assert varlen is not None
@@ -187,5 +193,5 @@ def _tail_parts(problem: Problem, tile: WarpgroupTile, device: Device, together:
         return 0
     blocks = max(problem.heads_q * blocks_of(varlen.mean_rows("q", problem.batch), tile.block_q), 1)
     sequences = max(blocks_of(device.num_sms, blocks), 2)  # of one wave
-    # why not of more: keys of two long sequences do not fit the L2 cache together.
+    # 0 if a sequence fills more than two waves: the keys of two long sequences do not fit the L2 cache together.
     return min(sequences + 1, MOST_TAIL_PARTS) if blocks <= 2 * device.num_sms else 0

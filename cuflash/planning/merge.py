@@ -1,4 +1,4 @@
-"""The plan of `merge_states`."""
+"""Planner of `merge_states`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .device import Device
 from .plan import Launch, Plan, blocks_of, make_plan, make_variant
 from .variant import PORTABLE_THREADS
 
-MAX_STATES = 248  # their pointers are kernel parameters, and every architecture takes 4 KiB of these
+MAX_STATES = 248  # their pointers are kernel parameters, of which every architecture takes 4 KiB
 
 
 def merge_plan(problem: Problem, device: Device) -> Plan:
-    """The plan of a merge: it has a thread for each 16 bytes of out."""
+    """Returns the plan of a merge, with a thread for each 16 bytes of out."""
     variant = make_variant(problem, device, "merge", "portable/merge.cu")
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     chunks = blocks_of(problem.head_dim_v * DTYPES[problem.dtype].itemsize, 16)

@@ -1,9 +1,8 @@
-"""Mods as code: what a kernel is compiled with beside its own source.
+"""CUDA code of mods, compiled together with a kernel's source.
 
-A kernel with mods is a text of three parts: the functions of common/mod_functions.cuh, the struct template
-`ModFunctions` that is printed here, and the kernel's source. Its `element` gives the score in powers of two, of a
-product q kᵀ (or of what the softcap made of it), whether the key is seen, and the derivative of the score by the one
-that the caller's function was given.
+The text has three parts: functions of common/mod_functions.cuh, the struct template `ModFunctions` printed here, and
+the kernel's source. `ModFunctions::element` maps a product q kᵀ, softcapped if the call is, to three results. `score`
+is in powers of two, `visible` is true if the query sees the key, and `slope` is the derivative of score_mod.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from ..problem.options import LOG2_E
 from ..problem.problem import Problem
 
 RESULTS = ("score", "visible", "slope")
-# Results whose bits must be equal in all kernels: one computes mask tiles, others evaluate single elements.
+# Results with equal bits in all kernels: one kernel computes mask tiles, others evaluate single elements.
 EXACT = ("visible",)
 # Words of 8 bytes behind the captured arrays: `ModParams` in kernels_cu/common/params.cuh.
 MORE_WORDS = 8
-# Scores and slopes up to it are finite numbers beside others, whatever products are.
+# Scores and slopes below it need no check for inf and NaN in gradients, for any product q kᵀ.
 MODERATE = 2.0**64
 _ONE = constant(1.0)
 
 
 class ModCode(NamedTuple):
-    """The text, the digest of it, the macros, and the words of 8 bytes that it adds to the parameters of a kernel.
+    """The text of mods, its digest, its macros, and the number of 8-byte words that it adds to a kernel's parameters.
 
-    vector_loaded: the arrays, by name, that are to begin at a multiple of the size of two elements, and these bytes.
+    vector_loaded: arrays, by name, that must begin at a multiple of the size of two elements, and this size in bytes.
     """
 
     digest: str
@@ -50,10 +49,10 @@ class ModCode(NamedTuple):
 
 
 def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, is_sparse: bool = False) -> ModCode | None:
-    """Returns the code of mods that kernels of this problem are compiled with; None for a plain call.
+    """Returns the code of a problem's mods; None for a plain call.
 
-    keys_as_rows: whether the kernel's fragments have keys in their rows, and queries in their columns. is_sparse:
-    whether it reads which mask tiles of 64 x 64 are empty, or full.
+    keys_as_rows: True if rows of the kernel's fragments are keys, and columns are queries. is_sparse: True if the
+    kernel reads mask tiles, which mark 64 x 64 scores as empty, partial or full.
     """
     mod_spec = problem.op.mod_spec
     if mod_spec is None:
@@ -63,12 +62,12 @@ def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, is_sparse: bo
 
 
 def _is_causal(problem: Problem) -> bool:
-    """Returns whether the mask hides every key behind the query's position. Compiled code depends on no shape."""
+    """Returns True if the mask hides every key behind the query's position."""
     return problem.seqlen_info is None and problem.mask.hi <= problem.seqlen_k - problem.seqlen_q
 
 
 def _is_short(problem: Problem, mod_spec: ModSpec) -> bool:
-    """Returns whether offsets in all captured arrays, and their strides, fit into 32 bits."""
+    """Returns True if offsets in all captured arrays, and their strides, fit into 32 bits."""
     specs = [problem.specs[problem.op.index[each.name]] for each in mod_spec.arrays]
     return all(
         sum(abs(stride) * max(length - 1, 1) for length, stride in zip(spec.shape, spec.strides, strict=True)) < 2**31
@@ -77,14 +76,14 @@ def _is_short(problem: Problem, mod_spec: ModSpec) -> bool:
     )
 
 
-# An array's number, an axis along which its elements lie side by side, and whether two of them can be loaded together.
+# Of each contiguous axis: the array's index, the axis, and True if two elements can be loaded together.
 _Runs = tuple[tuple[tuple[int, int], bool], ...]
 
 
 def _runs(problem: Problem, mod_spec: ModSpec, keys_as_rows: bool) -> _Runs:
-    """Returns the contiguous axes of captured arrays that are as long as all columns of a tile may reach.
+    """Returns the contiguous axes of captured arrays that are at least as long as the kernel's columns.
 
-    why not with varlen: only the GPU knows the lengths, and beyond an array's end its last element is given.
+    None for varlen: only the GPU has the lengths, and an index past an array's end reads its last element.
     """
     if problem.seqlen_info is not None:
         return ()
@@ -100,7 +99,7 @@ def _runs(problem: Problem, mod_spec: ModSpec, keys_as_rows: bool) -> _Runs:
 
 
 def _pairs(spec: ArraySpec, axis: int) -> bool:
-    """Returns whether all pairs of elements along an axis lie at multiples of their size, if the first one does."""
+    """Returns True if all pairs of elements along an axis are aligned to their size, provided the first one is."""
     axes = enumerate(zip(spec.shape, spec.strides, strict=True))
     others_are_even = not any(other != axis and length > 1 and stride % 2 for other, (length, stride) in axes)
     return spec.itemsize <= 4 and spec.shape[axis] % 2 == 0 and others_are_even
@@ -137,7 +136,7 @@ def _generate(
 
 
 def _print(mod_spec: ModSpec, roots: Sequence[Node], results: Sequence[str], runs: _Runs) -> str:
-    """Prints the struct of these functions."""
+    """Returns the text of the struct of these functions."""
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
     return print_struct(roots, arrays, "ModFunctions", results, EXACT, dict(runs))
 
@@ -151,9 +150,9 @@ def _as_code(mod_spec: ModSpec, text: str, constants: dict[str, int]) -> ModCode
 
 
 def _may_mask(score: Node) -> bool:
-    """Returns whether it is usual that scores weigh nothing, as by a bias or a constant that stands for a mask.
+    """Returns True if scores often mask keys, by a bias or a constant that stands for -inf.
 
-    why only so: kernels give the right results either way, but not at the same speed.
+    A guess suffices: it changes the speed of kernels, not their results.
     """
     return any(
         (x.op == "load" and x.type == Type.FLOAT32 and "k_idx" in x.inputs)
@@ -162,12 +161,12 @@ def _may_mask(score: Node) -> bool:
     )
 
 
-# What takes no register beside its result, as it is a part of a multiplication and addition.
+# Operations that need no register beside their result, as they fuse into multiply-adds.
 _LIGHT = {"load", "constant", "input", "cast", "add", "subtract", "multiply", "negative"}
 
 
 def _loads_together(mod_spec: ModSpec) -> bool:
-    """Returns whether functions are so light, as a bias is, that registers hold all loads of a step."""
+    """Returns True if mods are as light as a bias, so that registers can hold all loads of a step."""
     if mod_spec.score is None or mod_spec.mask is not None or mod_spec.drops:
         return False
     nodes = post_order([mod_spec.score])
@@ -176,15 +175,15 @@ def _loads_together(mod_spec: ModSpec) -> bool:
 
 
 def words_of(rank: int) -> int:
-    """Words of 8 bytes of a captured array: its pointer, its strides and its extents."""
+    """Returns the number of 8-byte words of a captured array: its pointer, strides and extents."""
     axes = max(rank, 1)
     return 1 + axes + -(-axes // 2)
 
 
 def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> ModCode:
-    """Returns code for sm80/backward_mods.cu: the derivative of scores by a load, and its indices if looked up.
+    """Returns code for sm80/backward_mods.cu: the derivative of scores by a load, and the load's computed indices.
 
-    stays: whether a thread block walks from sequence to sequence, over the same tile of each.
+    stays: True if a thread block steps from sequence to sequence, over the same tile of each.
     """
     plain, mod_spec = make_mod_code(problem), problem.op.mod_spec
     assert plain is not None

@@ -1,4 +1,4 @@
-"""The launches of a call (`Launch`, `Plan`), and functions that the planners of all ops share."""
+"""Launches of a call (`Launch`, `Plan`), and functions that the planners of all ops share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class TmaBox(NamedTuple):
-    """An operand as the copy engine (TMA) moves it: rows `begin … end - 1` of each head, `rows` of them at a time.
+    """An operand as TMA copies it: rows `begin … end - 1` of each head, `rows` of them at a time.
 
-    varlen: whether a copy may end at any row, where a sequence ends: `VarlenMapRows` in common/varlen.cuh.
+    varlen: True if a copy may end at any row, at the end of a sequence: `VarlenMapRows` in common/varlen.cuh.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class TmaBox(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the workspace, in bytes."""
+    """A part of the workspace; offset and size in bytes."""
 
     begin: int
     size: int
@@ -42,12 +42,12 @@ class Part(NamedTuple):
 class Launch(NamedTuple):
     """One kernel of a plan. The grid is one-dimensional.
 
-    `fields` are the numbers of its parameter struct that the plan sets: neither pointers, nor strides of `Operand`s,
-    nor part of `ProblemParams`. `tma_boxes` are its tensor maps by operand; of an operand that has none in the struct,
-    only the alignment counts. If `takes_counter`, blocks take numbers from a
-    counter: of their work tiles, or of themselves in the order in which they begin. `arrivals` is
-    the number of counters by which blocks find out which of them was the last to end. `aliases` maps a member of the
-    struct to the operand, or part of the workspace, that it stands for, where their names differ.
+    fields: numbers of the parameter struct that the plan sets. Pointers, strides of `Operand`s and `ProblemParams` are
+    set elsewhere.
+    tma_boxes: tensor maps by operand. An operand without a map in the struct is listed for its alignment.
+    takes_counter: True if thread blocks number their work tiles, or themselves in order of start, by a counter.
+    arrivals: number of counters by which thread blocks detect the last one to end.
+    aliases: the operand or part of the workspace of a struct member, where their names differ.
     """
 
     variant: Variant
@@ -58,13 +58,13 @@ class Launch(NamedTuple):
     arrivals: int = 0
     aliases: Mapping[str, str] = NOTHING
 
-    # why: the empty mapping of the defaults cannot be pickled.
+    # Needed because the default NOTHING, a mapping proxy, cannot be pickled.
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduced(self)
 
     @property
     def splits_text(self) -> str:
-        """A description of how the keys of its query blocks are cut."""
+        """A description of the splits of each query block's keys."""
         if splits := self.fields.get("splits"):
             how = f"{splits}"
         elif (tiles := self.fields["split_tiles"]) and self.variant.tile is not None:
@@ -81,17 +81,17 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The launches of a call. Memory is in bytes; `workspace_bytes` is memory besides inputs and outputs."""
+    """The launches of a call. Memory is in bytes; `workspace_bytes` counts memory besides inputs and outputs."""
 
     problem: Problem
     device: str
-    launches: tuple[Launch, ...]  # in order; empty on the CPU and where CuPy computes
+    launches: tuple[Launch, ...]  # in order; empty on the CPU and for algorithm="standard"
     workspace_bytes: int = 0
     workspace: Mapping[str, Part] = NOTHING
-    fallback: str | None = None  # why Hopper's own kernels are not taken on a GPU that has them
-    host_kernel: str = ""  # what runs where nothing is launched
+    fallback: str | None = None  # on Hopper: the reason why its sm90 kernels cannot run the call
+    host_kernel: str = ""  # name of the host implementation, if no kernel is launched
 
-    # why: the empty mapping of the defaults cannot be pickled.
+    # Needed because the default NOTHING, a mapping proxy, cannot be pickled.
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduced(self)
 
@@ -99,29 +99,29 @@ class Plan(NamedTuple):
     def variant(self) -> Variant | None:
         """The variant of the main kernel; None without launches.
 
-        Launches of mask tiles do not count. Of several others it is the second, as the first is delta.
+        Launches of mask tiles aside, it is the second one, after delta, or the only one.
         """
         launches = [launch for launch in self.launches if launch.variant.op not in _OF_MASK_TILES] or self.launches
         return launches[min(1, len(launches) - 1)].variant if launches else None
 
     @property
     def kernel(self) -> str:
-        """Name of the main kernel, or of what runs in its place."""
+        """The name of the main kernel, or of the host implementation."""
         return self.variant.name if self.variant else self.host_kernel
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the matrix products."""
+        """The multiplications and additions of the matrix products."""
         return self.problem.flops
 
     @property
     def out_bytes(self) -> int:
-        """Bytes of out, or of all gradients for backward."""
+        """The bytes of out, or of all gradients for backward."""
         return self._result_bytes(lse=False)
 
     @property
     def lse_bytes(self) -> int:
-        """Bytes of lse."""
+        """The bytes of lse."""
         return self._result_bytes(lse=True)
 
     def _result_bytes(self, lse: bool) -> int:
@@ -131,12 +131,12 @@ class Plan(NamedTuple):
 
     @property
     def tma_operands(self) -> tuple[str, ...]:
-        """The operands that must begin at a multiple of 16 bytes, most of which the copy engine moves."""
+        """The operands that must begin at a multiple of 16 bytes; TMA copies most of them."""
         return tuple({name: None for launch in self.launches for name in launch.tma_boxes})
 
     @property
     def vector_loaded(self) -> dict[str, int]:
-        """Captured arrays that begin at multiples of so many bytes, as two elements are loaded together."""
+        """The alignment in bytes of captured arrays of which two elements are loaded together."""
         return {
             name: size
             for launch in self.launches
@@ -181,7 +181,7 @@ class Plan(NamedTuple):
 
 
 def _lengths_text(problem: Problem) -> str:
-    """Returns the lengths of a problem with their names, so that exchanged axes are seen. What is 0 is not there."""
+    """Returns the lengths of a problem by name, which shows exchanged axes. Heads and head dims of 0 are omitted."""
     most = "up to " if integer_names(problem) else ""
     texts = [(name, f"{most if name.startswith('seqlen') else ''}{getattr(problem, name)}") for name in LENGTHS]
     has_no_axis = ("heads_q", "heads_kv", "head_dim", "head_dim_v")
@@ -189,7 +189,7 @@ def _lengths_text(problem: Problem) -> str:
 
 
 def _reduced(record: Launch | Plan) -> tuple[Any, ...]:
-    """Returns how to make a record again, without fields that hold an empty default."""
+    """Returns a record's constructor for pickle, without fields that hold the default NOTHING."""
     fields: dict[str, Any] = {name: x for name, x in zip(record._fields, record, strict=True) if x is not NOTHING}
     return partial(type(record), **fields), ()
 
@@ -202,9 +202,9 @@ def make_plan(
     fallback: str | None = None,
     num_work: int = 0,
 ) -> Plan:
-    """The plan of these launches; `Plan.variant` says which is the main one.
+    """Returns the plan of some launches; raises UnsupportedError if a grid is too large.
 
-    workspace: floats of each part, by name. num_work: work tiles that kernels number, if not by the block's index.
+    workspace: floats of each part, by name. num_work: number of work tiles, if kernels number them by a counter.
     """
     if (most := max([num_work, *[launch.num_blocks for launch in launches]])) > MAX_GRID:
         raise UnsupportedError(
@@ -241,25 +241,25 @@ def make_variant(
     is_varlen: bool | None = None,
     lists_seqlens: bool = False,
 ) -> Variant:
-    """The kernel of a source for this problem. By default dtypes are that of the problem, and so is `is_varlen`."""
+    """Returns the variant of a source for a problem. Dtypes and `is_varlen` default to the problem's."""
     arch, softcap, dtype = device.arch, False, dtype or problem.dtype
     if source.startswith("sm90/"):
         arch, softcap = f"{arch}a", problem.options.softcap > 0.0
     if is_varlen is None:
         is_varlen = problem.seqlen_info is not None
-    # why by position: the cache finds it faster.
+    # By position, which makes the cache lookup faster.
     return variant_of(
         op, source, arch, dtype, out_dtype or dtype, algorithm, tile, softcap, is_varlen, mod_code, lists_seqlens
     )
 
 
 def blocks_of(length: int, step: int) -> int:
-    """Returns how many blocks of `step` cover a length."""
+    """Returns the number of blocks of `step` that cover a length."""
     return -(-length // step)
 
 
 def heads_in_l2(head_bytes: int, most_bytes: int, most: int, least: int = 1) -> int:
-    """The largest power of two, up to `most`, of heads that touch at most `most_bytes`; but at least `least` heads."""
+    """Returns a power of two up to `most`: the most heads that touch `most_bytes` together, but at least `least`."""
     together = 1
     while 2 * together <= most and (2 * together * head_bytes <= most_bytes or together < least):
         together *= 2

@@ -1,4 +1,4 @@
-"""Chooses the planner for a problem. All functions are pure: a plan needs no GPU."""
+"""Choice of the planner for a problem. All functions are pure: a plan needs no GPU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def plan(
     misaligned: Collection[str] = (),
     spilled: Collection[Variant] = (),
 ) -> Plan:
-    """Returns what a call launches on this device; None stands for NumPy on the CPU.
+    """Returns the plan of a call on a device; None stands for NumPy on the CPU.
 
-    misaligned: the operands that are taken as not beginning at a multiple of 16 bytes. spilled: kernels that are not to
-    be taken, because they spill registers with mods.
+    misaligned: operands assumed not to begin at a multiple of 16 bytes. spilled: kernels to avoid, because they spill
+    registers with mods.
     """
     if device is None:
         return Plan(problem, "cpu", (), host_kernel=f"reference_{problem.op.name}_{problem.options.algorithm}")

@@ -1,7 +1,7 @@
-"""Tiles of the mma.sync kernels (sm_80 and later): one row per head dim and amount of shared memory.
+"""Tiles of the mma.sync kernels (sm_80 and later): one row for each head dim and amount of shared memory.
 
-`tests/kernels/test_compile.py` checks that no row spills registers; for that some rows are slower than a neighbour
-(L3). `kernels_cu/DESIGN.md` names the runner-up of each tile, and `EXPERIMENTS.csv` holds all measurements.
+`tests/kernels/test_compile.py` checks that no row spills registers; some rows are slower for that (no spills, L3).
+`kernels_cu/DESIGN.md` names the runner-up of each tile, and `EXPERIMENTS.csv` holds all measurements.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, ClassVar, TypeVar
 from .device import Device
 from .tile import FLOAT_BYTES, ROW_PADDING, macros, rounded_up
 
-SMEM_RESERVED = 1024  # bytes of each resident block that the hardware keeps for itself
+SMEM_RESERVED = 1024  # bytes that the hardware reserves for each resident block
 SMEM_ALIGNMENT = 128  # bytes
-# The macros of every tile of this family.
+# Fields of every tile of this family that become macros.
 _FIELDS = "head_dim head_dim_v block_q block_k stages blocks_per_sm qk_unroll"
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The fields of every tile of this family."""
+    """Fields of every tile of this family."""
 
     head_dim: int
     head_dim_v: int
@@ -37,27 +37,27 @@ class Tile(_Shape):
     """Compile-time shape of one thread block. `head_dim_v` is 0 in kernels without v."""
 
     q_in_registers: bool = False
-    max_slices: int = 1  # blocks that may share a query block, each with its own head_dim_v columns of v
-    qk_unroll: int = 16  # unrolled steps of a product; fewer need fewer registers and less time to compile. why: L8
+    max_slices: int = 1  # most thread blocks for a query block, each with other head_dim_v columns of v
+    qk_unroll: int = 16  # unrolled steps of a product; fewer save registers and compile time (bounded unrolling, L8)
     flash2_only: bool = False  # flash1 and flashd would need too many registers
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one block; `SharedStorage` in the kernels asserts the same figure."""
+        """Returns the shared memory of one block in bytes, as `SharedStorage` in the kernels asserts."""
         return itemsize * (
             self.block_q * self.head_dim + self.stages * self.block_k * (self.head_dim + self.head_dim_v)
         )
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `config.cuh` that are this tile's."""
+        """The tile's macros for `config.cuh`."""
         return macros(self, f"{_FIELDS} q_in_registers")
 
 
 class DecodeTile(Tile):
-    """`Tile` of `sm80/decode.cu`, whose four warps share the keys of a tile, and at the end the ring's memory."""
+    """The `Tile` of `sm80/decode.cu`: four warps split the keys of a tile, and reuse the ring's memory at the end."""
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        """Returns the shared memory of one block in bytes, as `SharedStorage` in the kernel asserts."""
         ring = itemsize * self.stages * self.block_k * (self.head_dim + self.head_dim_v)
         states = FLOAT_BYTES * self.warps * self.block_q * (self.head_dim_v + ROW_PADDING + 2)
         return itemsize * self.block_q * self.head_dim + rounded_up(max(ring, states), SMEM_ALIGNMENT)
@@ -65,7 +65,7 @@ class DecodeTile(Tile):
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile(_Shape):
-    """Compile-time shape of a block that owns `block_k` keys and takes queries `block_q` at a time.
+    """Compile-time shape of a thread block with `block_k` keys, which loops over tiles of `block_q` queries.
 
     `warps * warp_keys / block_k` warps form a group: they share `warp_keys` keys, and each takes `piece_q` queries of a
     tile.
@@ -74,18 +74,18 @@ class BackwardTile(_Shape):
     warp_keys: int
     piece_q: int
     qk_unroll: int = 16
-    shared_weights: bool = False  # p and ds take turns in one buffer: less shared memory, two more barriers a tile
+    shared_weights: bool = False  # p and ds alternate in one buffer: less shared memory, two more barriers a tile
     with_dq: bool = True
     max_slices: ClassVar[int] = 1  # as in `Tile`
     q_in_registers: ClassVar[bool] = False  # as in `Tile`
 
     @property
     def group(self) -> int:
-        """Returns how many warps share the same keys. why 32 rows or keys a warp where registers allow it: L26"""
+        """The number of warps that share the same keys (32 rows or keys a warp where registers allow it, L26)."""
         return self.warps * self.warp_keys // self.block_k
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        """Returns the shared memory of one block in bytes, as `SharedStorage` in the kernel asserts."""
         rows = self.block_k + self.stages * self.block_q
         weights = (2 if self.group > 1 and not self.shared_weights else 1) * self.block_k * self.block_q
         stats = -(-self.stages * self.block_q * 8 // 128) * 128
@@ -93,20 +93,20 @@ class BackwardTile(_Shape):
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `config.cuh` that are this tile's."""
+        """The tile's macros for `config.cuh`."""
         return macros(self, f"{_FIELDS} q_in_registers warp_keys piece_q with_dq shared_weights")
 
 
 class DqTile(Tile):
-    """`Tile` for dq alone, with dout beside q."""
+    """The `Tile` of the kernel for dq alone, which holds dout beside q."""
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        """Returns the shared memory of one block in bytes, as `SharedStorage` in the kernel asserts."""
         rows = self.block_q + self.stages * self.block_k
         return itemsize * rows * (self.head_dim + self.head_dim_v)
 
 
-# In all tables head dims rise, and among tiles of the same head dims the one that needs most shared memory comes first.
+# Order of all tables: ascending head dims; for equal head dims, descending shared memory.
 TILES_16BIT = (
     Tile(32, 32, 128, 64, 2, 4, 3, True),
     Tile(64, 64, 128, 128, 2, 4, 2, qk_unroll=1, flash2_only=True),
@@ -183,7 +183,7 @@ DQ_32BIT = (
 )
 DQ = {"float16": DQ_16BIT, "bfloat16": DQ_16BIT, "float32": DQ_32BIT}
 
-# For gradients of captured arrays.
+# Tiles for gradients of captured arrays.
 MODS_16BIT = (
     DqTile(32, 32, 64, 64, 1, 4, 3),
     DqTile(64, 64, 64, 64, 1, 4, 3),
@@ -202,7 +202,7 @@ MODS_32BIT = (
 )
 MODS = {"float16": MODS_16BIT, "bfloat16": MODS_16BIT, "float32": MODS_32BIT}
 
-# Rows that are not here stay in forward.cu.
+# Tiles of decode.cu. Head dims without a row run in forward.cu.
 DECODE_16BIT = (
     DecodeTile(32, 32, 16, 128, 2, 4, 4),
     DecodeTile(64, 64, 16, 128, 2, 4, 2),
@@ -220,7 +220,7 @@ DECODE_32BIT = (
 )
 DECODE = {"float16": DECODE_16BIT, "bfloat16": DECODE_16BIT, "float32": DECODE_32BIT}
 
-# What mods change in rows. why: their functions and dropout need registers, too.
+# Changes of rows for mods, whose functions and dropout need registers, too.
 _WITH_MODS: dict[Tile | BackwardTile, dict[str, Any]] = {
     Tile(128, 128, 128, 48, 2, 4, 2): {"block_q": 64, "block_k": 64},
     BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 32, 2): {"piece_q": 16},
@@ -232,20 +232,20 @@ AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile, DecodeTile)
 
 
 def of_algorithm(dtype: str, algorithm: str, has_mods: bool = False) -> list[Tile]:
-    """The rows of forward that an algorithm may take. has_mods: see `rows_of`."""
+    """Returns the rows of forward for an algorithm. has_mods: as in `rows_of`."""
     has_room = algorithm == "flash2" and not has_mods
     return rows_of([tile for tile in TILES[dtype] if has_room or not tile.flash2_only], has_mods)
 
 
 def rows_of(rows: Sequence[AnyTile], has_mods: bool) -> list[AnyTile]:
-    """The rows of a table, for mods or for others."""
+    """Returns the rows of a table, changed for mods if `has_mods`."""
     return [replace(row, **_WITH_MODS.get(row, {})) for row in rows] if has_mods else list(rows)
 
 
 def choose(tiles: Sequence[AnyTile], itemsize: int, head_dim: int, head_dim_v: int, device: Device) -> AnyTile | None:
-    """The first row that covers the head dims and of which as many blocks fit an SM as it was tuned for.
+    """Returns the first row that covers the head dims and fits an SM `blocks_per_sm` times, as it was tuned.
 
-    If no row of these padded head dims does, it is the last of them of which one block fits; None if no block fits.
+    If no row of these padded head dims fits so often, it is the last of them that fits once; None if none fits.
     """
     fitting = [
         tile

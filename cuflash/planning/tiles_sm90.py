@@ -1,7 +1,7 @@
-"""Tiles of the wgmma kernels (sm_90): a row per head dim; more for few keys, many queries, capped scores, dropout.
+"""Tiles of the wgmma kernels (sm_90): a row for each head dim; more for few keys, many queries, softcap and dropout.
 
-`tests/kernels/test_compile.py` checks that no row spills registers (L3). `kernels_cu/DESIGN.md` names the runner-up of
-most tiles, and `EXPERIMENTS.csv` holds all measurements. L22 says why rings and key tiles are not longer.
+`tests/kernels/test_compile.py` checks that no row spills registers (no spills, L3). `kernels_cu/DESIGN.md` names the
+runner-up of most tiles, and `EXPERIMENTS.csv` holds all measurements. Longer rings or key tiles gain nothing (L22).
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from .tile import FLOAT_BYTES, ROW_PADDING, macros, rounded_up
 
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
-WORK_SLOTS = 16  # work tiles in shared memory
-# With varlen: descriptions of a block's work in backward, and in backward_dq_dkv.
+WORK_SLOTS = 16  # descriptions of work tiles in shared memory
+# With varlen: bytes of descriptions of work tiles in backward, and in backward_dq_dkv.
 WORK_RING_BYTES, WORK_BYTES = 4 * (96 + 16), 2 * (96 + 16 + 8)
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 WARP_ROWS = 16  # queries of a warp
-FEW_SEQUENCES = 32  # one in each lane of a warp
-# What a block may have; all of its blocks have, each 1 KiB more.
+FEW_SEQUENCES = 32  # one for each lane of a warp
+# Shared memory of a block at most, and of an SM, where each resident block takes 1 KiB more.
 SMEM_PER_BLOCK, SMEM_PER_SM = DEVICES["sm_90"].smem_per_block, DEVICES["sm_90"].smem_per_sm
-GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
+GRADIENTS = ("dq", "dk", "dv")  # in the order of their numbers in the kernels
 
 
 @dataclass(frozen=True, slots=True)
 class WarpgroupTile:
     """Compile-time shape of one thread block: a warpgroup that copies, and one for every 64 queries.
 
-    `head_dim_v` is 0 without v. `stages` counts the tiles of k or v in one ring, `q_stages` those of q. The first
-    `q_columns` columns of q stay in registers (L20). A warp stores `out_panels` panels of its rows of out at a time.
+    `head_dim_v` is 0 without v. `stages` counts the tiles of k and v in one ring, `q_stages` the tiles of q. The first
+    `q_columns` columns of q stay in registers (less energy, L20). A warp stores `out_panels` panels of its rows of out
+    at a time.
     """
 
     head_dim: int
@@ -41,19 +42,19 @@ class WarpgroupTile:
     q_stages: int
     q_columns: int
     out_panels: int
-    ping_pong: bool = False  # warpgroups take turns at the tensor cores. why: L27
-    max_keys: int | None = None  # the row is for queries that see at most so many keys on average, under a mask
-    softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
-    dropout: bool | None = None  # the same of weights that are dropped
+    ping_pong: bool = False  # warpgroups alternate at the tensor cores (out of phase, L27)
+    max_keys: int | None = None  # the row is for a mask under which queries see at most so many keys on average
+    softcap: bool | None = None  # True: only for softcapped scores; False: only for others; None: both (registers, L10)
+    dropout: bool | None = None  # likewise for dropout
     is_varlen: bool = False  # True for variable-length sequences
-    decodes: bool = False  # whether it is a tile of sm90/decode/decode.cu, whose rows are those of all heads of a group
-    paged: bool = False  # whether keys lie in pages. why: L50
-    few: bool = False  # whether it decodes at most FEW_SEQUENCES, none of them packed. why: L50
-    single: bool = False  # whether each thread block decodes at most one work tile
+    decodes: bool = False  # True for sm90/decode/, where rows of a block are queries of all heads of a group
+    paged: bool = False  # True if keys lie in pages (short cold code, L50)
+    few: bool = False  # True for decoding at most FEW_SEQUENCES sequences, none packed (short cold code, L50)
+    single: bool = False  # True if each thread block decodes at most one work tile
 
     @property
     def warps(self) -> int:
-        """Warps of one block."""
+        """The warps of one block."""
         return 4 * (self._groups + 1)
 
     @property
@@ -61,39 +62,39 @@ class WarpgroupTile:
         return max(self.block_q // GROUP_ROWS, 1)
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one block, as `SharedStorage` in the kernels has with the longest descriptions of work."""
+        """Returns the shared memory of one block in bytes, with the longest descriptions of work tiles."""
         q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
-        if self.block_q == WARP_ROWS and not self.single:  # each warp has rows of its own keys
+        if self.block_q == WARP_ROWS and not self.single:  # each warp has partial rows of its keys
             out = 4 * WARP_ROWS * FLOAT_BYTES * (self.head_dim_v + ROW_PADDING + 2)
         else:
             out = max(4 * self._groups * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (WORK_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
         work = (96 if self.decodes else 80 if self.is_varlen else 32) * WORK_SLOTS
         work += 16 * self.stages + (16 if self.decodes else 32) if self.is_varlen else 0
-        # with mask tiles: which key tiles the ring holds, and barriers of the warp that counts mask tiles
+        # With mask tiles: indices of the ring's key tiles, and barriers of the warp that counts mask tiles.
         work += 0 if self.decodes else rounded_up(8 * self.stages, 16) + 16
         return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `config.cuh` that are this tile's."""
+        """The tile's macros for `config.cuh`."""
         fields = "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong"
         return macros(self, fields, "decodes paged few single")
 
     def for_varlen(self, paged: bool) -> WarpgroupTile:
-        """The tile for variable-length sequences, which goes over the same key tiles."""
-        # why fewer columns: the warps that schedule work tiles and copy pages take some registers from the others.
+        """Returns the tile for variable-length sequences, with the same key tiles."""
+        # Fewer columns: the warps that schedule work tiles and copy pages take registers from the others.
         columns = min(self.q_columns, 32 if paged else 16) if self.head_dim > 192 else self.q_columns
         return replace(self, q_columns=columns, is_varlen=True, paged=paged)
 
     def for_decoding(self, paged: bool, few: bool, narrow: bool = False, single: bool = False) -> WarpgroupTile:
-        """The tile of `sm90/decode/decode.cu` that goes over the same key tiles, with as long a ring as fits a block.
+        """Returns the tile of `sm90/decode/decode.cu` with the same key tiles, and the longest ring that fits a block.
 
-        narrow: the tile of `sm90/decode/narrow.cu`, for the rows of one warp. single: each thread block has at most
-        one work tile.
+        narrow: True for `sm90/decode/narrow.cu`, which has the rows of one warp. single: True if each thread block has
+        at most one work tile.
         """
-        # why no columns of q in registers: L51.
+        # q stays in shared memory: NVRTC 13.0 loses q's registers (L51).
         tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
                        max_keys=None, dropout=None, is_varlen=True, decodes=True, paged=paged, few=few)  # fmt: skip
         if narrow:
@@ -101,9 +102,9 @@ class WarpgroupTile:
         room = SMEM_PER_BLOCK
         if single:
             tile = replace(tile, q_stages=1, single=True)
-            # why half of the room: the blocks of two calls that follow each other then run together.
+            # Half of an SM, so that thread blocks of two consecutive calls run together.
             room = SMEM_PER_SM // 2 - 1024 if self.head_dim_v <= 128 else room
-        most = 2 * (WORK_SLOTS - 5)  # why: a description of work for each two slots of the ring, and five more
+        most = 2 * (WORK_SLOTS - 5)  # one work slot for every two stages of the ring, and five more
         fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
         return next(each for each in fitting if each.smem_bytes(2) <= room)
 
@@ -112,8 +113,8 @@ class WarpgroupTile:
 class WarpgroupBackwardTile:
     """Compile-time shape of one block of backward: a warpgroup that copies, and two that share `block_k` keys.
 
-    One block takes `key_blocks` key blocks of a short head one after the other, half as many under a mask (L35). The
-    first `k_steps` and `v_steps` steps of 16 columns of k and v stay in registers (L20).
+    One block takes `key_blocks` key blocks of a short head in turn, half as many under a mask (full waves, L35). The
+    first `k_steps` and `v_steps` steps of 16 columns of k and v stay in registers (less energy, L20).
     """
 
     head_dim: int
@@ -122,44 +123,44 @@ class WarpgroupBackwardTile:
     key_blocks: int = 1
     k_steps: int = 0
     v_steps: int = 0
-    varlen_k_steps: int | None = None  # k_steps for variable-length sequences, where it is another number
+    varlen_k_steps: int | None = None  # k_steps for variable-length sequences, if it differs
     softcap: bool | None = None  # as in `WarpgroupTile`
     min_queries: int = 0  # the row is for keys that at least so many queries see on average
-    shares_heads: bool = False  # whether thread blocks share the query heads of each key block. why: L35
+    shares_heads: bool = False  # True if thread blocks share the query heads of each key block (full waves, L35)
     block_k: int = 128
     stages: int = 2  # tiles of q and of dout in shared memory
     ds_stages: int = 2
     warps: int = 12
 
     def for_varlen(self) -> WarpgroupBackwardTile:
-        """The tile for variable-length sequences, whose kernels hold more in registers. why: L5"""
+        """Returns the tile for variable-length sequences, whose kernels hold more in registers (L5)."""
         return self if self.varlen_k_steps is None else replace(self, k_steps=self.varlen_k_steps)
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        """Returns the shared memory of one block in bytes, as `SharedStorage` in the kernel asserts."""
         q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         rows = (q_panels + v_panels) * (self.block_k + self.stages * self.block_q)  # k, v, q, dout
         rows += self.ds_stages * self.block_k // PANEL_COLUMNS * self.block_q
         dq = FLOAT_BYTES * self.acc_floats
-        sums = 2 * 8 if self.block_q % GROUP_ROWS else dq  # transposed dq and its sums share a place
+        sums = 2 * 8 if self.block_q % GROUP_ROWS else dq  # transposed dq shares its buffer with the sums
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
         barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
         return rounded_up(rows * PANEL_BYTES + dq + sums + stats + barriers + modes + WORK_RING_BYTES, 1024)
 
     @property
     def tma_rows(self) -> tuple[int, int]:
-        """Rows of q and dout, and of k and v, that one copy brings."""
+        """The rows of q and dout, and of k and v, in one TMA copy."""
         return self.block_q, self.block_k
 
     @property
     def acc_floats(self) -> int:
-        """Floats of the accumulator of a tile of dq in global memory."""
+        """The floats of the accumulator of a dq tile in global memory."""
         by_rows = self.block_q == 2 * GROUP_ROWS  # warpgroups share a tile by rows, or by panels of columns
         return self.block_q * (self.head_dim if by_rows else rounded_up(self.head_dim, PANEL_COLUMNS))
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `config.cuh` that are this tile's."""
+        """The tile's macros for `config.cuh`."""
         return macros(self, "head_dim head_dim_v block_q block_k stages ds_stages k_steps v_steps", "shares_heads")
 
 
@@ -167,8 +168,8 @@ class WarpgroupBackwardTile:
 class WarpgroupDqDkvTile:
     """Compile-time shape of one block of a kernel for one gradient: two warpgroups share 128 rows.
 
-    Rows are queries for dq, and keys for dk and dv. A tile has `columns` keys for dq, and so many queries for dk and
-    dv. `stages` counts the tiles of k or q, `second_stages` those of v or dout.
+    Rows are queries for dq, and keys for dk and dv. A tile has `columns` keys for dq, or queries for dk and dv.
+    `stages` counts the tiles of k or q, `second_stages` the tiles of v or dout.
     """
 
     gradient: str  # "dq", "dk" or "dv"
@@ -178,43 +179,43 @@ class WarpgroupDqDkvTile:
     stages: int
     second_stages: int
     softcap: bool | None = None  # as in `WarpgroupTile`
-    shares_heads: bool = False  # whether two thread blocks share the query heads of a key block. why: L35
+    shares_heads: bool = False  # True if two thread blocks share the query heads of a key block (full waves, L35)
     warps: int = 12
 
     @property
     def block_q(self) -> int:
-        """Queries of a block for dq, or of a tile for dk and dv."""
+        """The queries of a block for dq, or of a tile for dk and dv."""
         return 2 * GROUP_ROWS if self.gradient == "dq" else self.columns
 
     @property
     def block_k(self) -> int:
-        """Keys of a tile for dq, or of a block for dk and dv."""
+        """The keys of a tile for dq, or of a block for dk and dv."""
         return self.columns if self.gradient == "dq" else 2 * GROUP_ROWS
 
     @property
     def tma_rows(self) -> tuple[int, int]:
-        """Rows of q and dout, and of k and v, that one copy brings."""
+        """The rows of q and dout, and of k and v, in one TMA copy."""
         return self.columns, self.columns
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        """Returns the shared memory of one block in bytes, as `SharedStorage` in the kernel asserts."""
         qk_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         rows = qk_panels * (2 * GROUP_ROWS + self.stages * self.columns) + v_panels * self.second_stages * self.columns
         rows += v_panels * 2 * GROUP_ROWS if self.gradient != "dv" else 0
         nothing = 16 if self.gradient == "dv" else 0
-        # Floats of lse and delta: for dq of the block's queries, for dk of four tiles; for dv lse alone, of eight.
+        # Floats of lse and delta: for dq, of the block's queries; for dk, of four tiles. For dv, of lse of eight tiles.
         queries = 2 * 2 * GROUP_ROWS if self.gradient == "dq" else 8 * self.columns
         barriers = 16 * (self.stages + self.second_stages)
         return rounded_up(rows * PANEL_BYTES + nothing + queries * FLOAT_BYTES + barriers + WORK_BYTES, 1024)
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `config.cuh` that are this tile's."""
+        """The tile's macros for `config.cuh`."""
         shape = macros(self, "head_dim head_dim_v block_q block_k stages second_stages", "shares_heads")
         return {"GRADIENT": GRADIENTS.index(self.gradient)} | shape
 
 
-# Head dims rise. Among rows of the same head dims, one for few keys under a mask or for capped scores comes first.
+# Order: ascending head dims; for equal head dims, rows for few keys under a mask or for softcap come first.
 TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1, max_keys=640),
     WarpgroupTile(64, 64, 192, 128, 8, 2, 16, 1, ping_pong=True, dropout=False),
@@ -226,8 +227,8 @@ TILES = (
     WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
     WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
 )
-# Tiles of kernels with mods if the rows above spill registers with them, or are not for dropout, in this order: fewer
-# columns of q in registers, then fewer keys.
+# Tiles with mods, if the rows above spill registers with mods or are not for dropout. They are tried in this order:
+# fewer columns of q in registers, then fewer keys.
 MOD_TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1),
     WarpgroupTile(64, 64, 128, 128, 10, 2, 0, 1),
@@ -253,14 +254,14 @@ BACKWARD = (
     WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
 )
-# What kernels with mods take if those spill, whose functions need registers: columns of k have none.
+# Tiles with mods, if the rows above spill registers: these hold no columns of k in registers.
 MOD_BACKWARD = (
     WarpgroupBackwardTile(32, 32, 128, key_blocks=4),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4),
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2),
     WarpgroupBackwardTile(128, 128, 64),
 )
-# Larger head dims have a row for each gradient, because dk and dv of 128 keys do not fit the registers side by side.
+# Larger head dims have a row for each gradient, because registers do not hold both dk and dv of 128 keys.
 DQ_DKV = (
     *(WarpgroupDqDkvTile(gradient, 192, 128, 64, 3, 3) for gradient in ("dq", "dk")),
     WarpgroupDqDkvTile("dv", 192, 128, 64, 4, 4),
@@ -271,8 +272,8 @@ DQ_DKV = (
     WarpgroupDqDkvTile("dv", 256, 256, 64, 3, 2),
 )
 
-# The same with mods, for each gradient in order of preference. why fewer columns at once for the largest: with 64,
-# most functions spill.
+# Tiles of these kernels with mods, for each gradient in order of preference. The largest head dims have 32 columns:
+# with 64, most functions spill.
 MOD_DQ_DKV = (
     *(tile for tile in DQ_DKV if tile.head_dim < 256),
     *(WarpgroupDqDkvTile(gradient, 192, 128, 32, 3, 3) for gradient in GRADIENTS),
@@ -284,10 +285,10 @@ MOD_DQ_DKV = (
 
 
 def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) -> WarpgroupTile | None:
-    """The first row for these head dims and for queries that see `keys` keys on average; None if there is none.
+    """Returns the first row for the head dims and for queries that see `keys` keys on average, or None.
 
-    Without a mask `keys` is inf, even if there are few, because all query blocks take equally long. lse takes the row
-    for many keys, but without v: its ring holds k alone.
+    Without a mask `keys` is inf, even for few keys, because all query blocks take equally long. lse takes the row for
+    many keys, without v: its ring holds k alone.
     """
     if op == "lse":
         tile = choose("forward", head_dim, 1, float("inf"), softcap)
@@ -299,9 +300,9 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
 def choose_mod_tiles(
     op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool, drops: bool
 ) -> tuple[WarpgroupTile, ...]:
-    """The rows for mods, in order of preference; empty if there is none.
+    """Returns the rows for mods, in order of preference; empty if there is none.
 
-    drops: whether weights are dropped. why some rows are not for that: it takes registers, and so do columns of q.
+    drops: True with dropout, which needs registers that columns of q take in some rows.
     """
     head_dim_v = 1 if op == "lse" else head_dim_v
     first = choose("forward", head_dim, head_dim_v, float("inf") if op == "lse" else keys, softcap)
@@ -313,7 +314,7 @@ def choose_mod_tiles(
         row for row in rows if row.dropout in (None, drops) and _covers(row, head_dim, head_dim_v, softcap)
     ]
     if op == "lse":
-        # why so many stages at most: each may hold a work tile, which has a description (sm90/forward/storage.cuh).
+        # Each stage may hold another work tile, which needs a work slot: sm90/forward/storage.cuh.
         rows_that_fit = [
             replace(tile, head_dim_v=0, out_panels=0, ping_pong=False, stages=min(tile.stages, WORK_SLOTS - 7))
             for tile in rows_that_fit
@@ -322,7 +323,7 @@ def choose_mod_tiles(
 
 
 def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: bool) -> WarpgroupBackwardTile | None:
-    """The first row for these head dims and for keys that `queries` queries see on average; None if there is none."""
+    """Returns the first row for the head dims and for keys that `queries` queries see on average, or None."""
     tiles = (tile for tile in BACKWARD if queries >= tile.min_queries)
     return next((tile for tile in tiles if _covers(tile, head_dim, head_dim_v, softcap)), None)
 
@@ -330,27 +331,27 @@ def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: boo
 def choose_mod_backward(
     head_dim: int, head_dim_v: int, queries: float, softcap: bool, is_sparse: bool
 ) -> tuple[WarpgroupBackwardTile, ...]:
-    """The rows for these head dims and mods, in order of preference.
+    """Returns the rows for the head dims and mods, in order of preference.
 
-    is_sparse: whether kernels may pass over tiles in which the caller's mask shows nothing. It is then not known how
-    many queries see a key.
+    is_sparse: True if kernels may skip tiles that the mask_mod hides fully. The number of queries that see a key is
+    then unknown.
     """
     rows = (*(t for t in BACKWARD if t.min_queries <= (0 if is_sparse else queries)), *MOD_BACKWARD)
     covers = [t for t in rows if _covers(t, head_dim, head_dim_v, softcap)]
-    # why sorted: a tile for larger head dims, though it may need fewer registers, takes up to 1.6 times as long.
+    # Smaller head dims first: a tile for larger ones may need fewer registers, but takes up to 1.6 times as long.
     return tuple(sorted(covers, key=lambda t: (t.head_dim, t.head_dim_v)))
 
 
 def choose_dq_dkv(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupDqDkvTile, ...]:
-    """The first row for these head dims for each gradient; empty if there is none."""
+    """Returns the first row for the head dims for each gradient; empty if there is none."""
     covers = [t for t in DQ_DKV if _covers(t, head_dim, head_dim_v, softcap)]
     return tuple(next(t for t in covers if t.gradient == gradient) for gradient in GRADIENTS) if covers else ()
 
 
 def choose_mod_dq_dkv(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tuple[WarpgroupDqDkvTile, ...], ...]:
-    """Tiles for mods, of each gradient in order of preference; empty if none fits."""
+    """Returns the tiles for mods, for each gradient in order of preference; empty if none fits."""
     covers = [t for t in MOD_DQ_DKV if _covers(t, head_dim, head_dim_v, softcap)]
-    # why only those of the first one's head dims: tiles for larger ones need no fewer registers.
+    # Only tiles with the first one's head dims, as tiles for larger ones need no fewer registers.
     same = [t for t in covers if (t.head_dim, t.head_dim_v) == (covers[0].head_dim, covers[0].head_dim_v)]
     return tuple(tuple(t for t in same if t.gradient == gradient) for gradient in GRADIENTS) if same else ()
 

@@ -1,4 +1,4 @@
-"""Variants: a compiled kernel, and everything that changes its code."""
+"""Variants: compiled kernels, with everything that changes their code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupDqDkvTile, WarpgroupTile
 
 ALGORITHM_CODES = {"flash1": 1, "flash2": 2, "flashd": 3}
 PORTABLE_THREADS = 256
-# The struct in `kernels_cu/common/params.cuh` that a kernel takes.
+# The parameter struct of each kernel, in `kernels_cu/common/params.cuh`.
 PARAMS = {
     "sm80/forward.cu": "ForwardParams",
     "sm80/lse.cu": "ForwardParams",
@@ -37,16 +37,16 @@ PARAMS = {
     "portable/sum_tables.cu": "SumTablesParams",
     "portable/append_kv.cu": "AppendParams",
 }
-# Those that take another one where sequences have lengths of their own.
+# Kernels with another parameter struct for variable-length sequences.
 PARAMS_OF_VARLEN = {"sm90/forward/forward.cu": "VarlenForwardParams", "sm90/forward/lse.cu": "VarlenForwardParams"}
-# Kernels that wait by themselves for those ahead of them on the stream; portable/delta.cu is ahead of the last two.
+# Kernels that wait on the device for earlier kernels of the stream; portable/delta.cu runs before the last two.
 WAITING = {"sm90/decode/decode.cu", "sm90/decode/narrow.cu", "sm90/backward/backward.cu", "portable/tile_counts.cu"}
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupDqDkvTile
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled kernel: everything that changes its code, and nothing that comes with the data."""
+    """One compiled kernel: everything that changes its code, and nothing that depends on data."""
 
     op: str
     source: str  # below kernels_cu/
@@ -55,25 +55,25 @@ class Variant:
     out_dtype: str
     algorithm: str = "flash2"
     tile: AnyTile | None = None
-    softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
-    is_varlen: bool = False  # whether sequences have lengths of their own, which are read on the device
-    mod_code: ModCode | None = None  # mods
-    lists_seqlens: bool = False  # only of delta: it lists the lengths of sequences for kernels with mods
+    softcap: bool = False  # True for softcapped scores in sm90 kernels; others read a parameter (registers, L10)
+    is_varlen: bool = False  # True for variable-length sequences, whose lengths the device reads
+    mod_code: ModCode | None = None
+    lists_seqlens: bool = False  # delta only: True if it lists the lengths of sequences for kernels with mods
 
     def __hash__(self) -> int:
         return self._hash
 
-    # why: hashes of strings differ from process to process, and the cached one would go along.
+    # Pickled without the cached hash: hashes of strings differ from process to process.
     def __reduce__(self) -> tuple[Any, ...]:
         return _interned, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def waits(self) -> bool:
-        """Returns whether the kernel itself waits for those ahead of it on the stream, so it may be launched early."""
+        """True if the kernel waits on the device for earlier kernels of the stream, and may be launched early."""
         return self.source in WAITING
 
     @Once
-    def _hash(self) -> int:  # why cached: each call with new lengths needs it, and most of it is that of the tile
+    def _hash(self) -> int:  # cached: each call with new lengths needs it, and hashing the tile takes most of the time
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @Once
@@ -102,22 +102,22 @@ class Variant:
 
     @Once
     def params(self) -> str:
-        """The struct of its run-time arguments."""
+        """The name of its parameter struct."""
         return (self.is_varlen and PARAMS_OF_VARLEN.get(self.source)) or PARAMS[self.source]
 
     @property
     def of_warpgroups(self) -> bool:
-        """Returns whether it is one of Hopper's own kernels."""
+        """True for an sm90 kernel."""
         return self.source.startswith("sm90/")
 
     @Once
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one block."""
+        """The dynamic shared memory of one block, in bytes."""
         return 0 if self.tile is None else self.tile.smem_bytes(DTYPES[self.dtype].itemsize)
 
     @Once
     def num_threads(self) -> int:
-        """Threads of one block."""
+        """The threads of one block."""
         return PORTABLE_THREADS if self.tile is None else 32 * self.tile.warps
 
     @property
@@ -146,8 +146,8 @@ class Variant:
 
 
 def _interned(*values: Any) -> Variant:
-    """Returns the variant of a process with these fields."""
+    """Returns this process's only variant with these fields, for pickle."""
     return variant_of(*values)
 
 
-variant_of = cache(Variant)  # why: a lookup of the same object, whose hash is cached, is faster than a new object
+variant_of = cache(Variant)  # interned: looking up an object with a cached hash is faster than creating one
