@@ -1,4 +1,4 @@
-"""The library in NumPy: the written definition of what every kernel computes, and the path for NumPy arrays.
+"""Reference implementation in NumPy: it defines the results of every kernel, and runs calls on NumPy arrays.
 
 Arrays are 4-D (batch, seqlen, heads, dim) with any strides, and `problem` has checked them. `runtime/cpu.py` handles
 the caller's other ranks and its outputs.
@@ -32,20 +32,20 @@ _FORWARD: dict[str, Callable[..., tuple[Array, Array]]] = {
 
 
 def forward(problem: Problem, q: Array, k: Array, v: Array, **library: Any) -> tuple[Array, Array]:
-    """`(out, lse)` by `problem.options.algorithm`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq) float32.
+    """Returns `(out, lse)` by `problem.options.algorithm`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq) float32.
 
     q (b, sq, hq, d), k (b, sk, hkv, d), v (b, sk, hkv, dv). lse is float64 if the inputs are.
-    Of the algorithms, "standard" computes in any array library: `xp=cupy`.
+    Algorithm "standard" also runs in other array libraries: `xp=cupy`.
     """
     return _FORWARD[problem.options.algorithm](problem, q, k, v, **library)
 
 
 def lse(problem: Problem, q: Array, k: Array, **mod_keywords: Any) -> Array:
-    """lse alone, (b, hq, sq): the forward of a v without columns, so that the second product costs nothing."""
+    """Returns lse alone, (b, hq, sq), by a forward with a v of 0 columns, whose second product costs nothing."""
     return forward(problem, q, k, k[..., :0], **mod_keywords)[1]
 
 
-# Each op's function, which computes its results from views of its inputs in their order; append_kv takes them by name.
+# The function of each op: computes results from views of the inputs in order; append_kv takes inputs by name.
 RUN: dict[str, Callable[..., Sequence[Array]]] = {
     "forward": forward,
     "lse": lambda problem, q, k, **mod_keywords: (lse(problem, q, k, **mod_keywords),),
@@ -60,16 +60,16 @@ RUN: dict[str, Callable[..., Sequence[Array]]] = {
 def of_sequences(
     problem: Problem, named: Mapping[str, Array], out: Array | None = None, **mod_keywords: Any
 ) -> list[Array]:
-    """The results of a problem of several lengths: see `sequences.run`. Arrays have all of their axes."""
+    """Returns the results of a varlen problem: see `sequences.run`. Arrays have all of their axes."""
     if problem.op.name == "append_kv":
         return list(RUN["append_kv"](problem, named))
     return sequences.run(problem, RUN[problem.op.name], named, out, **mod_keywords)
 
 
 def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | None = None) -> list[Array]:
-    """The results of a problem with mods, whose arrays are among the named ones.
+    """Returns the results of a problem with mods. `named` includes the arrays of the mods.
 
-    Of backward, the gradients of these arrays follow the others, in the dtypes of the arrays.
+    For backward, gradients of captured arrays come last, in the dtypes of these arrays.
     """
     op = problem.op
     assert op.mod_spec is not None
@@ -83,7 +83,7 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
     if names:
         numbers_of_grads = [numbers[name] for name in names if name in numbers]
         more["mod_gradients"] = ModGradients(mod_scores, accumulator(problem), numbers_of_grads)
-    # why: mods is of no concern to the functions of the plain op.
+    # The functions of the plain op take a problem without mods.
     results_at = len(op.inputs)
     specs = (*problem.specs[: len(plain.inputs)], *problem.specs[results_at : results_at + len(plain.outputs)])
     problem = problem._replace(op=plain, specs=specs)
@@ -100,7 +100,7 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
 
 
 def _mask_tiles(problem: Problem, mod_spec: ModSpec, named: Mapping[str, Array]) -> Array:
-    """The mask tiles of a block mask, from the arrays that its mask loads from and those of lengths."""
+    """Returns the mask tiles of a block mask, from its captured arrays and the arrays of lengths."""
     views = [(named[each.name], each) for each in mod_spec.arrays]
     arrays = tuple([CapturedArray(x, kind.dtype, x.shape, kind.type) for x, kind in views])
     graph = Graph(constant(True) if mod_spec.mask is None else mod_spec.mask, arrays, mod_spec.digest)

@@ -1,12 +1,12 @@
-"""New keys and values behind those that a cache holds, in place, and the rotation of keys and queries (RoPE).
+"""Appends new keys and values to a cache in place, and rotates keys and queries (RoPE).
 
 Rotary position embedding: RoFormer (Su et al., arXiv 2104.09864), equation 34. Each pair (x, y) of a row at position p
-is turned by its angle there, with cos and sin from a table:
+is rotated by an angle, with cos and sin from row p of a table.
 
     x' = x cos − y sin        y' = x sin + y cos
 
-Pair j of a row is (row[j], row[rotary_dim / 2 + j]), or (row[2 j], row[2 j + 1]) where pairs are interleaved. The other
-elements of a row, and rows at positions that the table does not have, stay as they are.
+Pair j of a row is (row[j], row[rotary_dim / 2 + j]), or (row[2 j], row[2 j + 1]) if pairs are interleaved. Other
+elements of a row, and rows at positions beyond the table, stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Named = Mapping[str, Array]
 
 
 def append_kv(problem: Problem, named: Named) -> list[Array]:
-    """Writes to k_cache and v_cache of the inputs that are there; returns the rotated q, or nothing without q.
+    """Writes new rows to k_cache and v_cache, and returns a list of the rotated q, empty without q.
 
-    Lengths and places are not trusted, here as on a GPU: a length is clamped to the capacity, and what has no place in
-    the cache is not written; calls check those in host memory before. Rows of q that belong to no sequence become 0.
+    Lengths and indices are not trusted, as on a GPU. Lengths are clamped to the capacity, and rows without a slot in
+    the cache are not written. Calls validate lengths in host memory before. Rows of q of no sequence become 0.
     """
     k_cache, v_cache, k, v = (named[name] for name in ("k_cache", "v_cache", "k", "v"))
     q = named.get("q")
@@ -38,7 +38,7 @@ def append_kv(problem: Problem, named: Named) -> list[Array]:
     fresh = rows_of("k", problem.batch, k.shape[1], named)
     fresh = fresh._replace(counts=np.minimum(fresh.counts, capacity - used))
     queries = rows_of("q", problem.batch, 0 if q is None else q.shape[1], named)
-    # why no others: a sequence with nothing to write or to rotate costs no step of a loop.
+    # Sequences with nothing to write or to rotate are skipped.
     for b in np.flatnonzero(fresh.counts + queries.counts).tolist():
         numbers = np.arange(fresh.counts[b])
         positions = used[b] + numbers
@@ -56,7 +56,7 @@ def append_kv(problem: Problem, named: Named) -> list[Array]:
 
 
 def _pages(b: int, slots: Array, named: Named) -> Array:
-    """The pages of the cache that hold these slots of sequence b. A cache without pages is one for each sequence."""
+    """Returns the cache pages at these indices of sequence b's page table; without a table, its row of the cache."""
     if (table := named.get("page_table")) is not None:
         return np.asarray(table[b, slots])
     cached = named.get("cache_batch_idx")
@@ -64,7 +64,7 @@ def _pages(b: int, slots: Array, named: Named) -> Array:
 
 
 def _rotated(problem: Problem, rows: Array, positions: Array, named: Named) -> Array:
-    """Rows (n, heads, head_dim) that are rotated at their positions, in float32 (float64 if they are), rounded once."""
+    """Returns rows (n, heads, head_dim) rotated at their positions, in float32 or float64, and rounded once."""
     if "rotary_cos" not in named:
         return rows
     dtype: Any = np.float64 if rows.dtype == np.float64 else np.float32

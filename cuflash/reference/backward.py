@@ -1,4 +1,4 @@
-"""The gradients, with p recomputed from lse tile by tile (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+"""Gradients, with p recomputed from lse tile by tile (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
 p  = exp(s - lse)                       dv = pᵀ dout
 dp = dout vᵀ                            delta = rowsum(dout ∘ out) - dlse
@@ -6,8 +6,8 @@ ds = p ∘ (dp - delta)                   with a softcap also ∘ (1 - tanh²)
 dq = softmax_scale ds k                 dk = softmax_scale dsᵀ q
 
 rowsum(dout ∘ out) = rowsum(p ∘ dp), so a tile does not need its whole row of dp. d lse / d s = p, so the gradient of
-lse joins delta. The order of the sums is fixed, so the result is bitwise repeatable. All products are float32. (The
-kernels round p and ds to the dtype of 16-bit inputs for the tensor cores, which would gain nothing here.)
+lse is part of delta. The order of the sums is fixed, so the result is bitwise repeatable. All products are float32.
+(Kernels round p and ds to the dtype of 16-bit inputs for the tensor cores, which would gain nothing here.)
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def backward(
     mod_scores: ModScores | None = None,
     mod_gradients: ModGradients | None = None,
 ) -> tuple[Array, Array, Array]:
-    """`(dq, dk, dv)`, the gradients of `sum(dout * out) + sum(dlse * lse)`, in the shapes and dtypes of q, k and v.
+    """Returns `(dq, dk, dv)`: gradients of `sum(dout * out) + sum(dlse * lse)`, in shapes and dtypes of q, k and v.
 
     dout and out are (b, sq, hq, dv), lse and dlse (b, hq, sq). Rows that see no key, and keys that no row sees, get 0.
-    mod_gradients: where the gradients of captured arrays are added, if they are wanted.
+    mod_gradients: sums to which the gradients of captured arrays are added, or None.
     """
     dtype, softcap = accumulator(problem), problem.options.softcap
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
@@ -48,7 +48,7 @@ def backward(
             for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
                 dout_rows = block.fold(dout, dtype)
                 lse_rows = block.fold_lse(lse, dtype)
-                lse_rows = np.where(np.isneginf(lse_rows), np.inf, lse_rows)  # p = exp(s - inf) = 0 if nothing was seen
+                lse_rows = np.where(np.isneginf(lse_rows), np.inf, lse_rows)  # p = exp(s - inf) = 0: sees no key
                 delta = (dout_rows * block.fold(out, dtype)).sum(axis=1)
                 if dlse is not None:
                     delta -= block.fold_lse(dlse, dtype)
@@ -56,7 +56,7 @@ def backward(
                 dq_rows = np.zeros_like(block.q)
                 for tile in key_tiles(problem, block, k, v, block_k, mod_scores, are_finite):
                     keys, masked = slice(tile.begin, tile.end), tile.masked
-                    # the slope is 0 at the cap, s = -c; hidden keys, whose s is -inf, are moved there
+                    # The slope is 0 at the cap, s = -c. Hidden keys have s = -inf and are clamped to it.
                     capped = tile.s if tile.mod_tile is None else tile.mod_tile.raw.reshape(tile.s.shape)
                     slope = 1 - np.square(np.maximum(capped / softcap, -1)) if softcap else None
                     p = exp_below(tile.s, lse_rows)
@@ -65,7 +65,7 @@ def backward(
                         ds = tile.mod_tile.dropped(ds)
                     ds -= delta[:, None]
                     ds *= p
-                    if masked is not None:  # a row and a key that it does not see get no NaN of each other
+                    if masked is not None:  # hidden pairs pass no NaN between row and key
                         p[masked] = ds[masked] = 0
                         if slope is not None:
                             slope[masked] = 0

@@ -1,7 +1,7 @@
-"""Block masks: which mask tiles of 64 queries x 64 keys a mask_mod shows nothing of, shows in part, or shows whole.
+"""Block masks: mask tiles of 64 queries x 64 keys, each empty, partial or full under a mask_mod.
 
-Attention passes over the first, and evaluates the mask_mod at single scores in the second. A mask tile has only the
-queries and keys that a sequence has: one at the end of a sequence is whole if all that there are in it are seen.
+Attention skips empty tiles, and evaluates the mask_mod at single scores in partial ones. A tile at the end of a
+sequence holds only the sequence's queries and keys. It is full if all of these queries see all of these keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..problem.mod_arrays import MASK_TILE
 from .evaluate import evaluate
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-_ROWS = 8 * MASK_TILE  # queries that are looked at together: with 10^5 keys they take 50 MB
+_ROWS = 8 * MASK_TILE  # queries evaluated together: with 10^5 keys they take 50 MB
 
 
 def mask_tiles_of(
@@ -28,9 +28,9 @@ def mask_tiles_of(
     seqlen_k: int,
     lengths: Sequence[tuple[int, int]] | None = None,
 ) -> NDArray[np.int8]:
-    """EMPTY, PARTIAL or FULL for each mask tile: (batch, heads, seqlen_q / 64, seqlen_k / 64), rounded up.
+    """Returns EMPTY, PARTIAL or FULL by mask tile: (batch, heads, seqlen_q / 64, seqlen_k / 64), rounded up.
 
-    lengths: the used queries and keys of each sequence, none of them more than seqlen_q and seqlen_k; by default all.
+    lengths: the used queries and keys of each sequence, at most seqlen_q and seqlen_k; by default all.
     """
     shape = batch, heads, -(-seqlen_q // MASK_TILE), -(-seqlen_k // MASK_TILE)
     mask_tiles = np.full(shape, EMPTY, np.int8)

@@ -1,4 +1,4 @@
-"""Values of expression graphs on NumPy arrays: the written definition of what a traced function computes."""
+"""Evaluation of expression graphs on NumPy arrays: it defines the results of traced functions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def evaluate(
     arrays: Sequence[Any],
     float_type: type[np.floating[Any]] = np.float32,
 ) -> list[Any]:
-    """The values of nodes, as arrays or scalars of NumPy.
+    """Returns the values of nodes, as NumPy arrays or scalars.
 
-    inputs: the values of inputs by name, which are broadcast together. arrays: the captured arrays, as NumPy's.
-    float_type: the type in which float32 is computed; float64 shows what rounding adds.
+    inputs: the values of inputs by name, which are broadcast together. arrays: the captured arrays, as NumPy arrays.
+    float_type: the type that computes float32 nodes; float64 shows the error of rounding.
     """
     values: dict[Node, Any] = {}
     roots = [pick_form(root, keys_as_rows=False) for root in roots]
@@ -44,12 +44,12 @@ def evaluate(
 
 
 def _load(array: Any, indices: list[Any]) -> Any:
-    """Elements of an array: a negative index counts from the end, and others are clamped into the axis."""
+    """Returns elements of an array. Negative indices count from the end; then all are clamped into the axis."""
     if 0 in array.shape:
         return np.zeros((), array.dtype)
     return array[tuple(place_of(i, length) for i, length in zip(indices, array.shape, strict=True))]
 
 
 def place_of(index: Any, length: int) -> Any:
-    """The place on an axis from which a load with this index reads."""
+    """Returns the position on an axis from which a load with this index reads."""
     return np.clip(np.where(index < 0, index + length, index), 0, max(length - 1, 0))

@@ -1,6 +1,6 @@
-"""FlashAttention: the output is normalised again at every tile (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
+"""FlashAttention: every tile normalises the output again (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
 
-State of a row: the maximum m and the sum ℓ of exp(s - m) so far, and o, the attention over the keys so far.
+State of a row, over the keys so far: the maximum m, the sum ℓ of exp(s - m), and the attention o.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .tiles import Array, Tile, by_tiles, exp_below
 
 
 class State(NamedTuple):
-    """m (rows,), ell (rows,), o (rows, head_dim_v)."""
+    """State of rows: m (rows,), ell (rows,), o (rows, head_dim_v)."""
 
     m: Array
     ell: Array
@@ -21,12 +21,12 @@ class State(NamedTuple):
 
 
 def start(rows: int, head_dim_v: int, dtype: np.dtype[Any]) -> State:
-    """The state before any key: m = -inf, ℓ = 0, o = 0."""
+    """Returns the state before any key: m = -inf, ℓ = 0, o = 0."""
     return State(np.full(rows, -np.inf, dtype), np.zeros(rows, dtype), np.zeros((rows, head_dim_v), dtype))
 
 
 def update(state: State, tile: Tile) -> State:
-    """Lines 10 to 13 of algorithm 1."""
+    """Returns the state with one more tile: lines 10 to 13 of algorithm 1."""
     m_tile = tile.s.max(axis=1)
     p = exp_below(tile.s, m_tile)  # p̃ = exp(s - m̃)
     ell_tile = p.sum(axis=1)  # ℓ̃ = rowsum(p̃)
@@ -41,7 +41,7 @@ def update(state: State, tile: Tile) -> State:
 
 
 def finish(state: State) -> tuple[Array, Array]:
-    """o is normalised already; lse = m + ln ℓ."""
+    """Returns `(o, lse)`: o is normalised already, and lse = m + ln ℓ."""
     return state.o, state.m + np.log(state.ell)
 
 

@@ -1,10 +1,11 @@
 """FLASH-D: the division is hidden in a sigmoid (Alexandridis et al. 2025, arXiv 2505.14201).
 
-State of a row: lse = ln Σ exp(s), and o, the attention over the keys so far. There is no running maximum and o is never
-divided: a new part of the keys with its own (o', lse') is blended in with the weight w = σ(lse' - lse).
+State of a row, over the keys so far: lse = ln Σ exp(s), and the attention o. There is no running maximum, and o is
+never divided. Another set of keys with state (o', lse') is blended in with the weight w = σ(lse' - lse).
 
-lse is kept as two numbers, base + rest, as the kernels keep it. base is one of the scores, and rest is the logarithm of
-a sum of at least about 1. Scores over 10⁶ leave no digits for the logarithm in one float32, and the weights need these.
+lse is stored as two numbers, base + rest, as in the kernels. base is one of the scores, and rest is the logarithm of a
+sum of at least about 1. With scores over 10⁶, a single float32 has no digits left for the logarithm, and the weights
+need them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .tiles import Array, Tile, by_tiles, exp_below
 
 
 class State(NamedTuple):
-    """base and rest (rows,), whose sum is lse; o (rows, head_dim_v)."""
+    """State of rows: base and rest (rows,), whose sum is lse; o (rows, head_dim_v)."""
 
     base: Array
     rest: Array
@@ -31,34 +32,34 @@ class State(NamedTuple):
 
 
 def blend(state: State, part: State) -> State:
-    """The state over both sets of keys, which are disjoint; base and rest (…), o (…, head_dim_v).
+    """Returns the state over two disjoint sets of keys; base and rest (…), o (…, head_dim_v).
 
     With x = lse' - lse:  w = σ(x),  o ← o (1 - w) + o' w,  lse ← lse + softplus(x).
     """
-    # why: a part without keys has base = -inf; it gets weight 0, and what is blended into it gets weight 1.
+    # A part without keys has base = -inf and gets weight 0. A state without keys gives the part weight 1.
     x = np.where(np.isneginf(part.base), -np.inf, (part.base - state.base) + (part.rest - state.rest))
-    keeps = x < 0  # why not x >= 0 for the other: the state takes NaN over
+    keeps = x < 0  # False for NaN, so that the state takes the NaN of the part
     base, rest = np.where(keeps, state.base, part.base), np.where(keeps, state.rest, part.rest)
     rest = rest + softplus(-np.abs(x))  # lse + softplus(x) is the larger of both + ln(1 + exp(-|x|))
     return State(base, rest, state.o * sigmoid(-x)[..., None] + part.o * sigmoid(x)[..., None])  # 1 - σ(x) = σ(-x)
 
 
 def start(rows: int, head_dim_v: int, dtype: np.dtype[Any]) -> State:
-    """The state before any key: lse = -inf, o = 0."""
+    """Returns the state before any key: lse = -inf, o = 0."""
     return State(np.full(rows, -np.inf, dtype), np.zeros(rows, dtype), np.zeros((rows, head_dim_v), dtype))
 
 
 def update(state: State, tile: Tile) -> State:
-    """Blends in the tile's own attention. The maximum is that of the tile and is not kept."""
+    """Returns the state with the tile's attention blended in. The tile's maximum is not kept."""
     m_tile = tile.s.max(axis=1)
     p = exp_below(tile.s, m_tile)
     ell_tile = p.sum(axis=1)
-    ell_tile = np.where(ell_tile == 0, 1, ell_tile)  # why: a row that sees no key of the tile keeps 0, not NaN
+    ell_tile = np.where(ell_tile == 0, 1, ell_tile)  # a row that sees no key of the tile gets 0, not 0 / 0
     return blend(state, State(m_tile, np.log(ell_tile), tile.times_v(p) / ell_tile[:, None]))
 
 
 def finish(state: State) -> tuple[Array, Array]:
-    """The state is the result."""
+    """Returns `(o, lse)`, which the state already holds."""
     return state.o, state.lse
 
 
@@ -66,7 +67,7 @@ forward = by_tiles(start, update, finish)
 
 
 def per_key(s: Array, v: Array) -> Iterator[tuple[Any, Array]]:
-    """`(w_i, o_i)` key after key for one row: s (keys,), v (keys, head_dim_v). This is the form of the paper.
+    """Yields `(w_i, o_i)` key by key for one row, in the form of the paper: s (keys,), v (keys, head_dim_v).
 
     w_1 = 1,  w_i = σ(s_i - s_{i-1} + ln w_{i-1}),  o_i = o_{i-1} + (v_i - o_{i-1}) w_i.
     """
@@ -80,12 +81,12 @@ def per_key(s: Array, v: Array) -> Iterator[tuple[Any, Array]]:
 
 
 def sigmoid(x: Array) -> Array:
-    """`1 / (1 + exp(-x))`, without overflow and without 1 - w, which loses the digits of a small w."""
+    """Returns `1 / (1 + exp(-x))` without overflow, and without 1 - w, which loses the digits of a small w."""
     e = np.exp(-np.abs(x))
     weight: Array = np.where(x < 0, e, 1) / (1 + e)
     return weight
 
 
 def softplus(x: Array) -> Array:
-    """`ln(1 + exp(x))` without overflow."""
+    """Returns `ln(1 + exp(x))` without overflow."""
     return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))

@@ -1,4 +1,4 @@
-"""Merges partial results over disjoint sets of keys, as ring attention and split-KV decoding do in the end."""
+"""Merge of partial results over disjoint sets of keys, the last step of ring attention and split-KV decoding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .tiles import Array
 
 
 def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
-    """`(out, lse)` over all keys, from out_i (b, sq, h, dv) and lse_i (b, h, sq), each over its own keys.
+    """Returns `(out, lse)` over all keys, from out_i (b, sq, h, dv) and lse_i (b, h, sq) over disjoint sets of keys.
 
-    FLASH-D's blend (arXiv 2505.14201) over whole states, from the first to the last, in float32 (float64 if any input
-    is). `out` has the outs' dtype. A state with lse = -inf saw no keys and adds nothing; out is 0 if none saw any.
+    Blends states as FLASH-D does (arXiv 2505.14201), first to last, in float32 (float64 if any input is). `out` has the
+    dtype of the outs. A state with lse = -inf has no keys and adds nothing; out is 0 if no state has any.
     """
     dtype = np.result_type(np.float32, *(x.dtype for x in (*outs, *lses) if x.dtype == np.float64))
     rows = outs[0].shape[:3]
@@ -22,9 +22,9 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, A
     with np.errstate(all="ignore"):
         for out, lse in zip(outs, lses, strict=True):
             lse = lse.astype(dtype).transpose(0, 2, 1)
-            # why: the out of a part that saw nothing is not read, because it may hold NaN, and 0 * NaN is NaN.
+            # The out of a state without keys is not read: it may hold NaN, and 0 * NaN is NaN.
             part = State(lse, np.zeros(rows, dtype), np.where(np.isneginf(lse)[..., None], 0, out.astype(dtype)))
             state = blend(state, part)
-            # why rounded each time: many states in one call give the bits of one call after the other.
+            # lse is rounded each time, so that one call with many states has the bits of a chain of calls.
             state = state._replace(base=state.lse, rest=part.rest)
         return state.o.astype(outs[0].dtype), np.ascontiguousarray(state.lse.transpose(0, 2, 1))

@@ -1,14 +1,14 @@
-"""Mods: functions of scores and places, bias, sinks and dropout.
+"""Mods: score_mod, mask_mod, bias, sinks and dropout.
 
-s = score(c tanh(softmax_scale q kᵀ / c)), then -inf where mask_mod or the mask of the options hides the key; a score of
-at most -1e37 weighs nothing either. A bias is a part of the score, and one of bools of the mask. Where functions are,
-`b`, `h`, `q_idx` and `k_idx` are the sequence, the query head, and the places of query and key in it.
+s = score_mod(c tanh(softmax_scale q kᵀ / c)), then -inf where mask_mod or the mask of the options hides the key. A
+score of at most -1e37 has weight 0, too. A bias is added to the score; a bias of bools is part of the mask. `b`, `h`,
+`q_idx` and `k_idx` are the sequence, the query head, and the indices of query and key in the sequence.
 
-With a sink x, one more logit of each head that has no value: lse' = ln(exp(lse) + exp(x)), out' = out exp(lse - lse').
-Dropout multiplies a weight by 0, or by 1 / (share that is kept), where it meets v; lse stays as it is.
+A sink x is one more logit of a head, without a value: lse' = ln(exp(lse) + exp(x)), out' = out exp(lse - lse').
+Dropout multiplies a weight by 0, or by 1 / (kept fraction), before the product with v; lse is unchanged.
 
-Of ds, the gradient of the final scores (`backward`), an array has the sum of ds times the derivative by each load from
-it, and a sink Σ exp(x - lse') (dlse - rowsum(dout ∘ out)).
+ds is the gradient of the final scores (`backward`). The gradient of a captured array is the sum of ds times the
+derivative by each load from it. The gradient of a sink is Σ exp(x - lse') (dlse - rowsum(dout ∘ out)).
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from .block_mask import EMPTY
 from .evaluate import evaluate, place_of
 
 Array = NDArray[Any]
-# The indices b, h, q_idx and k_idx of the scores of a tile, which are broadcast together, and the numbers seqlen_q and
-# seqlen_k.
+# The indices b, h, q_idx and k_idx of a tile's scores, which are broadcast together, and lengths seqlen_q, seqlen_k.
 Places = Mapping[str, Any]
 
 
 class ModTile(NamedTuple):
-    """The scores of a tile, (queries, group, keys), before mods change them, and what dropout keeps.
+    """The scores of a tile before mods, and its dropout.
 
-    mod_scores: what changed them. scales: what the weights are multiplied by, None for 1.
+    mod_scores: the mods. raw: scores before mods, (queries, group, keys). scales: factors of the weights, None for 1.
     """
 
     mod_scores: ModScores
@@ -48,19 +47,19 @@ class ModTile(NamedTuple):
     scales: Array | None
 
     def values(self, roots: Sequence[Node]) -> list[Any]:
-        """The values of nodes at all places of the tile."""
+        """Returns the values of nodes at all indices of the tile."""
         return self.mod_scores.values(roots, self.places, self.raw)
 
     def dropped(self, weights: Array) -> Array:
-        """Weights, or gradients of what v is multiplied by, (rows, keys), after dropout."""
+        """Returns weights, or their gradients, (rows, keys), after dropout."""
         return weights if self.scales is None else weights * self.scales.reshape(weights.shape)
 
     def before_score_mod(self, ds: Array) -> Array:
-        """The gradients of the scores before they change, (rows, keys), from those of the final ones, ds."""
+        """Returns gradients of the scores before score_mod, (rows, keys), from ds, gradients of the final scores."""
         if self.mod_scores.score is None:
             return ds
         derivative = self.mod_scores.derivatives.get(SCORE)
-        if derivative is None:  # the score that was is not asked for
+        if derivative is None:  # score_mod ignores its score
             return np.zeros_like(ds)
         (slope,) = self.values([derivative])
         return _times(ds.reshape(self.raw.shape), slope).reshape(ds.shape)
@@ -68,12 +67,12 @@ class ModTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModScores:
-    """The mods of a call, which change scores and weights, with all arrays as NumPy's.
+    """The mods of a call, which change scores and weights, with all arrays as NumPy arrays.
 
-    score, mask: those of `ModSpec`, which load from `arrays`. sinks: (heads_q,). mask_tiles: those of a block mask, as
-    `block_mask.mask_tiles_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch
-    and first_key are the numbers of its first sequence and key, and seqlen_q and seqlen_k the lengths of its sequence,
-    None for its own.
+    score, mask: as in `ModSpec`; they load from `arrays`. sinks: (heads_q,). mask_tiles: of a block mask, as from
+    `block_mask.mask_tiles_of`; batch or heads may be 1.
+    first_batch, first_key: index of the first sequence and key, if a problem is a part of the call.
+    seqlen_q, seqlen_k: lengths of the whole sequence in that case, else None.
     """
 
     score: Node | None = None
@@ -90,7 +89,7 @@ class ModScores:
 
     @classmethod
     def from_spec(cls, mod_spec: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
-        """Returns the mods of a call, with its arrays by the names of its operands."""
+        """Returns the mods of a call. named: the call's arrays by operand name."""
         arrays = [named[each.name] for each in mod_spec.arrays]
         seed = dropout.seed_of(named["dropout_seed"]) if mod_spec.drops else 0
         share = dropout_p if mod_spec.drops else 0.0
@@ -98,15 +97,15 @@ class ModScores:
 
     @property
     def derivatives(self) -> dict[Node, Node]:
-        """The derivatives of the score by the raw score, and by each load."""
+        """The derivatives of score_mod by the raw score, and by each load."""
         return {} if self.score is None else _derivatives(self.score)
 
     def values(self, roots: Sequence[Node], places: Places, score: Array) -> list[Any]:
-        """The values of nodes at the places of a tile, whose scores are (queries, group, keys)."""
+        """Returns the values of nodes at the indices of a tile with scores (queries, group, keys)."""
         return evaluate(roots, {**places, "score": score}, self.arrays, score.dtype.type)
 
     def places(self, problem: Problem, batch_idx: int, heads: slice, queries: slice, keys: slice) -> Places:
-        """The indices of scores (queries, heads, keys) of a problem."""
+        """Returns the indices of scores (queries, heads, keys) of a problem."""
         return {
             "b": self.first_batch + batch_idx,
             "h": np.arange(heads.start, heads.stop)[:, None],
@@ -117,7 +116,7 @@ class ModScores:
         }
 
     def sees_none(self, batch_idx: int, heads: slice, queries: slice, keys: slice) -> bool:
-        """Returns whether these queries see none of these keys, as far as the mask tiles show."""
+        """Returns True if these queries see none of these keys, according to the mask tiles."""
         if self.mask_tiles is None:
             return False
         b = self.first_batch + batch_idx if self.mask_tiles.shape[0] > 1 else 0
@@ -127,7 +126,7 @@ class ModScores:
         return not (of_heads[:, rows, columns] != EMPTY).any()
 
     def change(self, places: Places, s: Array) -> ModTile:
-        """Changes the scores of a tile, (queries, group, keys), which are scaled and capped, in place."""
+        """Applies mods to the scaled and capped scores of a tile, (queries, group, keys), in place."""
         raw = s.copy()
         if self.score is not None:
             s[...] = self.values([self.score], places, raw)[0]
@@ -140,7 +139,7 @@ class ModScores:
         return ModTile(self, places, raw, scales)
 
     def with_sinks(self, heads: slice, o: Array, lse: Array) -> tuple[Array, Array]:
-        """The state of rows, o (rows, head_dim_v) and lse (rows,), with sinks. Heads of one query follow each other."""
+        """Returns the state of rows, o (rows, head_dim_v) and lse (rows,), with sinks. Rows are (query, head)."""
         if self.sinks is None:
             return o, lse
         share, total = shared_with(np.resize(self.sinks[heads], len(lse)), lse)
@@ -148,9 +147,10 @@ class ModScores:
 
 
 class ModGradients:
-    """Sums of the gradients of captured arrays, which the score loads from, and of sinks.
+    """Sums of the gradients of captured arrays, from which score_mod loads, and of sinks.
 
-    arrays: by the numbers of the arrays; those of bools and integers have none. array_numbers: which, by default all.
+    arrays: the sums by index of the array; arrays of bools and integers have none. array_numbers: indices of the arrays
+    with a sum, by default all.
     """
 
     def __init__(
@@ -164,18 +164,21 @@ class ModGradients:
         self.sinks = None if mod_scores.sinks is None else np.zeros(mod_scores.sinks.shape, dtype)
 
     def add(self, tile: ModTile, ds: Array) -> None:
-        """Adds what the final scores of a tile, whose gradients are ds, give."""
+        """Adds the contribution of a tile. ds: the gradients of its final scores."""
         for load in self._loads:
             total = self.arrays[load.value]
             slope, *indices = tile.values([self.mod_scores.derivatives[load], *load.arguments])
             indices = [place_of(index, length) for index, length in zip(indices, total.shape, strict=True)]
-            if not indices:  # an array without axes, whose one element every score loads
+            if not indices:  # an array without axes: every score loads its one element
                 total += _times(ds, slope).sum()
             elif total.size:
                 np.add.at(total, tuple(np.broadcast_to(each, ds.shape) for each in indices), _times(ds, slope))
 
     def add_sinks(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> None:
-        """Adds what rows give, dout and out (batch, seqlen_q, heads_q, dv), lse and dlse (batch, heads_q, seqlen_q)."""
+        """Adds the contribution of rows to the sinks.
+
+        dout and out are (batch, seqlen_q, heads_q, dv), lse and dlse (batch, heads_q, seqlen_q).
+        """
         if self.sinks is None or self.mod_scores.sinks is None:
             return
         dtype, sinks = self.sinks.dtype, self.mod_scores.sinks.astype(self.sinks.dtype)[:, None]
@@ -188,12 +191,12 @@ _derivatives = lru_cache(maxsize=64)(differentiate)
 
 
 def shared_with(sinks: Array, lse: Array) -> tuple[Array, Array]:
-    """(share of the weights that keys keep, lse) where sinks are counted, too."""
+    """Returns (fraction of the weights that keys keep beside sinks, lse with sinks)."""
     total = np.logaddexp(lse, sinks.astype(lse.dtype))
     return np.exp(np.where(np.isneginf(lse), -np.inf, lse - total)), total
 
 
 def _times(ds: Array, slope: Any) -> Array:
-    # why: a hidden key has a gradient of 0, but its derivative may be anything.
+    # A hidden key has ds = 0, but its slope may be inf or NaN, and 0 * inf is NaN.
     product: Array = np.where(ds == 0, ds.dtype.type(0), ds * slope)
     return product

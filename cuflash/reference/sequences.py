@@ -1,7 +1,7 @@
-"""Variable-length sequences: each is a dense problem of its own, whose rows are gathered and put back.
+"""Variable-length sequences: each one is computed as a dense problem, by gathering and scattering its rows.
 
-Lengths and places are not trusted, here as on a GPU: a length is clamped to the rows that there are, and keys in a page
-or row of the cache that is not there are not seen. Calls check those in host memory before (problem/integers.py).
+Lengths and indices are not trusted, as on a GPU. Lengths are clamped to the existing rows, and keys in a missing page
+or row of the cache are hidden. Calls validate lengths in host memory before (problem/integers.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Results = Sequence[Array]
 
 
 class Rows(NamedTuple):
-    """The rows of each sequence: in which row of the first axis, from which of the second on, and how many.
+    """The rows of each sequence: index on the first axis, first index on the second axis, and number of rows.
 
-    Of rows in pages, `first` has the pages of a sequence, (batch, max_pages). -1 is a row or page that is not there.
+    With pages, `first` has the pages of each sequence, (batch, max_pages). -1 is a missing row or page.
     """
 
     first: Array
@@ -36,9 +36,9 @@ class Rows(NamedTuple):
 
 
 class One(NamedTuple):
-    """A sequence: its row of the first axis and its rows of the second for q, and the same two of each of its keys.
+    """The rows of one sequence: indices on the first and second axis, for its queries and for each key.
 
-    A key whose first index is -1 is not there. Of several sequences that see nothing, it has those two of each query.
+    A key with first index -1 is missing. Sequences that see no key share one `One`, with two indices for each query.
     """
 
     batch_q: int | Array
@@ -52,13 +52,13 @@ class One(NamedTuple):
         return int(rows.stop - rows.start) if isinstance(rows, slice) else len(rows)
 
     def place(self, operand: Operand, keys: slice = slice(None)) -> tuple[Any, ...]:
-        """The index of the sequence's part of an operand as `_rows_first` has it, or of some of its keys."""
+        """Returns the index of the sequence's rows, or of some of its keys, in an operand as in `_rows_first`."""
         if "rows_k" in operand.axes:
             return self.keys[0][keys], self.keys[1][keys]
         return self.batch_q, self.queries
 
     def runs(self) -> list[slice]:
-        """The keys that are there, as ranges; one empty range if there are none."""
+        """Returns the ranges of existing keys; one empty range if there are none."""
         there = np.concatenate([[False], self.keys[0] >= 0, [False]])
         edges = np.flatnonzero(there[1:] != there[:-1])
         return [slice(begin, end) for begin, end in edges.reshape(-1, 2).tolist()] or [slice(0, 0)]
@@ -72,11 +72,11 @@ def run(
     mod_scores: ModScores | None = None,
     mod_gradients: ModGradients | None = None,
 ) -> list[Array]:
-    """The results of a problem of several lengths, with all of their axes.
+    """Returns the results of a varlen problem, with all of their axes.
 
-    compute: the dense function of the op. named: the inputs that are there. out: an array for the first result, where
-    rows of no sequence, and those that are not used, are left alone; in new arrays they are 0, and -inf in lse.
-    mod_scores and mod_gradients: as in the dense functions.
+    compute: the dense function of the op. named: the given inputs. out: an array for the first result, whose unused
+    rows are left unchanged. In new arrays unused rows are 0, and -inf in lse. mod_scores, mod_gradients: as in the
+    dense functions.
     """
     assert problem.seqlen_info is not None
     op = problem.op
@@ -112,10 +112,10 @@ def run(
 
 
 def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
-    """The sequences that have queries, with their places in the batch; `named` has the arrays of lengths.
+    """Yields the sequences with queries, and their indices in the batch. named: includes the arrays of lengths.
 
-    Those that see nothing come first, and as one without keys: their rows are alike, whichever sequence they are of.
-    why no others: they have no rows of results, and gradients of their keys are 0. Neither costs a step of a loop.
+    Sequences that see no key come first, together as one without keys, as all of their rows have equal results.
+    Sequences without queries are skipped: they have no rows of results, and gradients of their keys are 0.
     """
     rows_q = problem.shape(problem.op.operands[0])[1]
     queries = _used("q", rows_of("q", problem.batch, rows_q, named), problem.seqlen_q, named)
@@ -136,7 +136,7 @@ def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
 
 
 def lengths_of(problem: Problem, named: Named) -> list[tuple[int, int]]:
-    """The used queries and keys of each sequence of a problem without q and k, as a block mask is."""
+    """Returns the used queries and keys of each sequence, for a problem without q and k, such as a block mask."""
     assert problem.seqlen_info is not None
     info, batch = problem.seqlen_info, problem.batch
     queries = _used("q", rows_of("q", batch, info.rows_q, named), problem.seqlen_q, named)
@@ -145,7 +145,7 @@ def lengths_of(problem: Problem, named: Named) -> list[tuple[int, int]]:
 
 
 def rows_of(side: str, batch: int, rows: int, named: Named) -> Rows:
-    """The rows of the queries ("q") or the keys ("k") of all sequences, used or not; rows: those of the second axis."""
+    """Returns the rows of queries ("q") or keys ("k") of all sequences, used or not. rows: length of second axis."""
     if (bounds := named.get(f"cu_seqlens_{side}")) is None:
         return Rows(np.arange(batch), np.zeros(batch, np.int64), np.full(batch, rows))
     bounds = np.clip(bounds.astype(np.int64), 0, rows)
@@ -153,7 +153,7 @@ def rows_of(side: str, batch: int, rows: int, named: Named) -> Rows:
 
 
 def _used(side: str, rows: Rows, most: int, named: Named) -> Rows:
-    """Cuts rows to those that are used, of which a sequence has at most `most`."""
+    """Returns the used rows, at most `most` for each sequence."""
     counts, used = np.minimum(rows.counts, most), named.get(f"seqused_{side}")
     return rows._replace(counts=counts if used is None else np.clip(used.astype(np.int64), 0, counts))
 
@@ -170,9 +170,9 @@ def _keys(problem: Problem, named: Named) -> Rows:
 
 
 def _sees(problem: Problem, queries: Rows, keys: Rows) -> Array:
-    """Returns which sequences have a query that may see a key: one that is not hidden, in a place that is there."""
+    """Returns True for each sequence with a query that may see a key that the mask shows and that is not missing."""
     assert problem.seqlen_info is not None
-    # why by distinct lengths: there may be a million sequences, but sequences of the same lengths have the same mask.
+    # One mask for each distinct pair of lengths, as there may be a million sequences.
     most = problem.seqlen_k + 1
     pairs, number = np.unique(queries.counts * most + keys.counts, return_inverse=True)
     masks = [problem.seqlen_info.mask(*divmod(pair, most)) for pair in pairs.tolist()]
@@ -183,7 +183,7 @@ def _sees(problem: Problem, queries: Rows, keys: Rows) -> Array:
 
 
 def _keys_of(b: int, problem: Problem, keys: Rows) -> tuple[Array, Array]:
-    """The two indices of each key of a sequence."""
+    """Returns the two indices of each key of a sequence."""
     numbers = np.arange(keys.counts[b])
     if keys.first.ndim == 2:
         page_size = problem.shape(problem.op.operands[1])[1]
@@ -192,7 +192,7 @@ def _keys_of(b: int, problem: Problem, keys: Rows) -> tuple[Array, Array]:
 
 
 def _alone(problem: Problem, mask: Mask, keys: slice, is_merged: bool) -> Problem:
-    """The dense problem of some keys of one sequence. Results that are to be merged are kept in float32 until then."""
+    """Returns the dense problem of some keys of one sequence. Results to merge are float32 until they are merged."""
     count, options = keys.stop - keys.start, problem.options
     if count != mask.seqlen_k:
         mask = Mask(mask.seqlen_q, count, mask.lo - keys.start, mask.hi - keys.start)
@@ -204,7 +204,7 @@ def _alone(problem: Problem, mask: Mask, keys: slice, is_merged: bool) -> Proble
 
 
 def _merged(per_sequence: list[Results]) -> Results:
-    """The results over all keys, from those over parts of them."""
+    """Returns the results over all keys, from the results over ranges of keys."""
     if len(per_sequence) == 1:
         return per_sequence[0]
     lses = [results[-1] for results in per_sequence]
@@ -214,14 +214,14 @@ def _merged(per_sequence: list[Results]) -> Results:
 
 
 def _with_sinks(results: Results, sinks: Array) -> Results:
-    """Results of forward or lse, with sinks, which count once."""
+    """Returns results of forward or lse with sinks, which count once for all ranges of keys."""
     *outs, lse = results
     share, total = shared_with(sinks[:, None], lse)
     return [*[out * share.swapaxes(1, 2)[..., None] for out in outs], total]
 
 
 def _rows_first(operand: Operand, x: Array) -> Array:
-    """An operand with all of its axes whose first two are those of rows, or that one as it was."""
+    """Returns an operand with its batch and row axes first: lse with axes swapped, others unchanged."""
     return x.swapaxes(1, 2) if operand.axes == LSE_AXES else x
 
 

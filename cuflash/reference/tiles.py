@@ -1,4 +1,4 @@
-"""The loop over tiles that all tiled algorithms share: blocks of queries, and for each the key tiles that it sees.
+"""Loop over tiles for all tiled algorithms: blocks of queries, and for each block its visible key tiles.
 
 A tile of scores is `s = softmax_scale q kᵀ`, capped to `c tanh(s / c)`, then -inf where the mask hides the key. The
 query heads of one kv head are folded into the rows of a block, so that each product is one matrix product. Sums are
@@ -21,7 +21,7 @@ from .mods import ModScores, ModTile
 Array = NDArray[Any]
 State = TypeVar("State")
 
-# why: 512 x 512 float32 scores are 1 MiB and stay in cache from product to product; larger tiles were no faster.
+# 512 x 512 float32 scores are 1 MiB and stay in cache from product to product; larger tiles were no faster.
 BLOCK_ROWS = 512
 BLOCK_K = 512
 
@@ -42,33 +42,33 @@ class QueryBlock:
 
     @property
     def queries(self) -> slice:
-        """The block's part of the seqlen_q axis."""
+        """The block's range of the seqlen_q axis."""
         return slice(self.begin, self.end)
 
     @property
     def heads(self) -> slice:
-        """The block's part of the heads_q axis."""
+        """The block's range of the heads_q axis."""
         return slice(self.head_kv_idx * self.group, (self.head_kv_idx + 1) * self.group)
 
     def fold(self, x: Array, dtype: np.dtype[Any]) -> Array:
-        """(batch, seqlen_q, heads_q, n) -> the block's rows (rows, n), contiguous."""
+        """Returns the block's rows (rows, n), contiguous, of an array (batch, seqlen_q, heads_q, n)."""
         return np.ascontiguousarray(x[self.batch_idx, self.queries, self.heads], dtype).reshape(-1, x.shape[3])
 
     def fold_lse(self, x: Array, dtype: np.dtype[Any]) -> Array:
-        """(batch, heads_q, seqlen_q) -> the block's rows (rows,)."""
+        """Returns the block's rows (rows,) of an array (batch, heads_q, seqlen_q)."""
         return np.ascontiguousarray(x[self.batch_idx, self.heads, self.queries].T, dtype).reshape(-1)
 
     def unfold(self, rows: Array) -> Array:
-        """(rows, …) -> (end - begin, group, …)."""
+        """Returns rows (rows, …) as (end - begin, group, …)."""
         return rows.reshape(self.end - self.begin, self.group, *rows.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Keys `begin … end - 1` as a block of queries sees them: k (keys, head_dim), v (keys, head_dim_v), s (rows, keys).
+    """Keys `begin … end - 1` of a block of queries: k (keys, head_dim), v (keys, head_dim_v), s (rows, keys).
 
-    `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does. `masked`
-    marks the scores that are -inf, or is None where it makes no difference: see `visible_product`.
+    `s` is scaled, capped and masked; an algorithm may overwrite it, as `exp_below` does. `masked` marks scores of -inf,
+    or is None if it makes no difference: see `visible_product`.
     """
 
     begin: int
@@ -81,7 +81,7 @@ class Tile:
     masked: Array | None = None
 
     def times_v(self, p: Array) -> Array:
-        """`p v`, (rows, keys) -> (rows, dv), where p is rounded to the inputs' dtype as for the tensor cores.
+        """Returns `p v`, (rows, dv), of p (rows, keys), rounded to the inputs' dtype as for the tensor cores.
 
         NaN and infinities in v count as 0: `by_tiles` adds them at the end, as a later tile may scale a row by 0.
         """
@@ -95,50 +95,50 @@ OnTile = Callable[[QueryBlock, Tile, Any], None]
 
 
 def accumulator(problem: Problem) -> np.dtype[Any]:
-    """The dtype that scores, sums and lse are kept in."""
+    """Returns the dtype of scores, sums and lse."""
     return np.dtype(DTYPES[problem.dtype].accumulator)
 
 
 def no_results(problem: Problem, q: Any, v: Any, xp: Any = np) -> tuple[Any, Any]:
-    """(out, lse) of rows that see no key, in the array library of q and v: 0 and -inf."""
+    """Returns (out, lse) of rows that see no key, in the array library of q and v: 0 and -inf."""
     out_dtype = q.dtype if problem.out_dtype == problem.dtype else xp.dtype(problem.out_dtype)
     out = xp.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
     return out, xp.full((problem.batch, problem.heads_q, problem.seqlen_q), -xp.inf, accumulator(problem))
 
 
 def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
-    """`x` rounded to the precision of `dtype`, but still in its own dtype; `dtype` is float16, bfloat16 or x's own."""
+    """Returns `x` rounded to the precision of `dtype`, in x's dtype; `dtype` is float16, bfloat16 or x's dtype."""
     if dtype == x.dtype:
         return x
     if dtype == np.float16:
-        # why: NumPy takes 85 ns to cast a number that becomes an inexact subnormal, and 3 ns for others. Adding 0.75,
-        # whose last bit is 2⁻²⁴, rounds such numbers to multiples of 2⁻²⁴ beforehand, and these are exact.
+        # NumPy takes 85 ns to cast a number that becomes an inexact subnormal, and 3 ns for others. Adding 0.75, whose
+        # last bit is 2⁻²⁴, rounds such numbers to multiples of 2⁻²⁴ first, and these are exact.
         x = np.where(np.abs(x) < 2.0**-14, (x + 0.75) - 0.75, x)
     return x.astype(dtype).astype(x.dtype)
 
 
 def exp_below(s: Array, m: Array) -> Array:
-    """`exp(s - m)`, one m for each row, written over s; a row with m = -inf has seen nothing and gives 0, not NaN."""
+    """Returns `exp(s - m)`, one m for each row, written over s. A row with m = -inf sees no key and gives 0."""
     np.subtract(s, np.where(np.isneginf(m), 0, m)[:, None], out=s)
     return np.exp(s, out=s)
 
 
 def visible_product(weights: Array, x: Array, masked: Array | None) -> Array:
-    """`weights @ x`, (…, rows, keys) @ (…, keys, n), where hidden pairs add nothing whatever x holds: 0 * NaN is NaN.
+    """Returns `weights @ x`, (…, rows, keys) @ (…, keys, n), where hidden pairs add nothing, even for NaN in x.
 
-    masked: like weights, which are 0 there, or None where x is finite. A score of -inf is hidden, whether a mask or its
-    value makes it so. What a row sees of NaN and infinity counts as if its weight were above 0.
+    masked: True for hidden pairs, whose weights are 0, or None if x is finite. Pairs with a score of -inf are hidden,
+    by a mask or by value. Visible NaN and infinities count as if their weight were above 0.
     """
     return weights @ x if masked is None else weights @ finite(x) + visible_not_finite(x, masked)
 
 
 def finite(x: Array) -> Array:
-    """`x` with 0 for NaN and infinities. why a new array: it may be the caller's own memory."""
+    """Returns a copy of `x` with 0 for NaN and infinities; x may be the caller's memory."""
     return np.where(np.isfinite(x), x, x.dtype.type(0))
 
 
 def visible_not_finite(x: Array, masked: Array) -> Array:
-    """The sum of the NaN and infinities of x, (…, keys, n), that each row sees."""
+    """Returns for each row the sum of the visible NaN and infinities of x, (…, keys, n)."""
     out = np.zeros((*masked.shape[:-1], x.shape[-1]), x.dtype)
     for value, is_it in ((np.nan, np.isnan), (np.inf, np.isposinf), (-np.inf, np.isneginf)):
         if (mask := is_it(x)).any():
@@ -148,13 +148,13 @@ def visible_not_finite(x: Array, masked: Array) -> Array:
 
 
 def spans(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """The range `begin … end - 1`, cut at the multiples of `size`."""
+    """Yields the range `begin … end - 1`, cut at the multiples of `size`."""
     for start in range(begin - begin % size, end, size):
         yield max(begin, start), min(end, start + size)
 
 
 def kv_heads(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """(batch_idx, head_kv_idx) of each kv head, or nothing if no query sees a key, however many heads there are."""
+    """Returns an iterator of (batch_idx, head_kv_idx) over kv heads, empty if no query sees a key."""
     begin, end = problem.mask.row_range(0, problem.seqlen_k)
     return iter(np.ndindex(problem.batch, problem.heads_kv) if begin < end else ())
 
@@ -162,7 +162,7 @@ def kv_heads(problem: Problem) -> Iterator[tuple[int, ...]]:
 def query_blocks(
     problem: Problem, q: Array, batch_idx: int, head_kv_idx: int, block_q: int | None = None
 ) -> Iterator[QueryBlock]:
-    """The blocks of one kv head; rows that see nothing are in none of them."""
+    """Yields the query blocks of one kv head, without rows that see no key."""
     group = problem.heads_q // problem.heads_kv
     dtype = accumulator(problem)
     for begin, end in spans(*problem.mask.row_range(0, problem.seqlen_k), block_q or max(16, BLOCK_ROWS // group)):
@@ -180,9 +180,9 @@ def key_tiles(
     mod_scores: ModScores | None = None,
     rows_are_finite: bool = True,
 ) -> Iterator[Tile]:
-    """The tiles that at least one query of the block sees; keys of no tile are seen by none of them.
+    """Yields the tiles that at least one query of the block sees. All other keys are hidden from the block.
 
-    rows_are_finite: whether what the block's rows are multiplied with is, beside k and v.
+    rows_are_finite: True if the block's other factors, beside k and v, are finite.
     """
     mask, dtype = problem.mask, accumulator(problem)
     full_begin, full_end = mask.full_range(block.begin, block.end)
@@ -204,7 +204,7 @@ def key_tiles(
         if begin < full_begin or full_end < end:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
-        # why in all tiles: what a row gets of NaN and infinity must not depend on where a tile ends.
+        # In all tiles, as the NaN and infinities of a row must not depend on the tile boundaries.
         is_finite = rows_are_finite and all(np.isfinite(x).all() for x in (k_tile, v_tile))
         masked = None if is_finite else np.isneginf(s)
         yield Tile(begin, end, s, k_tile, v_tile, k.dtype, mod_tile, masked)
@@ -215,10 +215,10 @@ def by_tiles(
     update: Callable[[State, Tile], State],
     finish: Callable[[State], tuple[Array, Array]],
 ) -> Callable[..., tuple[Array, Array]]:
-    """Makes the forward pass of an online algorithm of three functions: its first state, its step and its result.
+    """Returns the forward pass of an online algorithm, built from its first state, its step and its result.
 
-    `start(rows, head_dim_v, dtype)` makes the state, `update(state, tile)` the next one, and `finish(state)` gives
-    o (rows, head_dim_v) and lse (rows,).
+    `start(rows, head_dim_v, dtype)` returns the first state, `update(state, tile)` the next one, and `finish(state)`
+    returns o (rows, head_dim_v) and lse (rows,).
     """
 
     def forward(
@@ -232,7 +232,7 @@ def by_tiles(
         on_tile: OnTile | None = None,
         mod_scores: ModScores | None = None,
     ) -> tuple[Array, Array]:
-        """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq).
+        """Returns `(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq).
 
         `on_tile(block, tile, state)` is called with every tile after its update.
         """
@@ -240,7 +240,7 @@ def by_tiles(
         out, lse = no_results(problem, q, v)
         if mod_scores is not None and mod_scores.sinks is not None:
             lse[...] = mod_scores.sinks[:, None]
-        with np.errstate(all="ignore"):  # why: visible NaN and inf belong into the result without a warning
+        with np.errstate(all="ignore"):  # visible NaN and inf reach the result without a warning
             for batch_idx, head_kv_idx in kv_heads(problem):
                 for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
                     state, not_finite = start(len(block.q), v.shape[3], dtype), None
