@@ -1,1 +1,1 @@
-"""The oracle, the cases and the checks that tests, benchmark and self-test share."""
+"""Oracle, cases and checks that tests, benchmark and self-test share."""

@@ -1,4 +1,4 @@
-"""Calls of `append_kv`, and what they must leave behind: position by position and pair by pair."""
+"""Calls of `append_kv` and their expected results, computed position by position and pair by pair."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def drawn(
     first_row: int = 0,
     **flags: Any,
 ) -> Arguments:
-    """NumPy arguments of a call, the caches full of NaN. new, queries: rows of each sequence; several numbers: packed.
+    """Returns NumPy arguments of a call, with caches full of NaN.
 
-    first_row: packed rows before the first sequence, 0 to 3; arrays of the host have none.
-    Queries are only there if rows are rotated; without a number of their own they are as many as the new keys.
+    new, queries: rows of each sequence; a tuple for packed rows. Queries exist only if rows are rotated, by default as
+    many as new keys. first_row: packed rows before the first sequence, 0 to 3; host arrays must have none.
     """
     rng, batch, kind = np.random.default_rng(0), len(lengths), numpy_dtype(dtype)
     arguments: Arguments = {"seqused_k": np.array(lengths, "i4"), **flags}
@@ -61,7 +61,7 @@ def drawn(
 
     def add(names: str, counts: int | tuple[int, ...], heads: int, dims: tuple[int, ...]) -> None:
         rows: tuple[int, ...] = (batch, counts) if isinstance(counts, int) else (sum(counts) + 3,)
-        if not isinstance(counts, int):  # rows before the first sequence, and after the last one
+        if not isinstance(counts, int):  # first_row rows before the first sequence, 3 - first_row after the last one
             arguments[f"cu_seqlens_{names[0]}"] = first_row + np.cumsum([0, *counts], dtype="i4")
         arguments.update(
             {x: rng.standard_normal((*rows, heads, d)).astype(kind) for x, d in zip(names, dims, strict=True)}
@@ -77,13 +77,13 @@ def drawn(
 
 
 def nothing(shape: tuple[int, ...], dtype: Any) -> Array:
-    """An array of NaN, every bit of which is set."""
+    """Returns an array of NaN with all bits set."""
     memory = np.full((*shape[:-1], shape[-1] * np.dtype(dtype).itemsize), 0xFF, "u1")
     return memory.view(dtype)
 
 
 def expected(call: Arguments) -> tuple[Array, ...]:
-    """k_cache and v_cache after the call, and what it returns if there is a q."""
+    """Returns k_cache and v_cache after the call, and the call's result if there is a q."""
     k_cache, v_cache, k, v = (call[name].copy() for name in ("k_cache", "v_cache", "k", "v"))
     num_pages, page_size = k_cache.shape[:2]
     table, cached = call.get("page_table"), call.get("cache_batch_idx")
@@ -107,7 +107,7 @@ def expected(call: Arguments) -> tuple[Array, ...]:
 
 
 def rows_of(call: Arguments, name: str, b: int) -> list[Any]:
-    """The index of each row of k (and v) or q that belongs to sequence b."""
+    """Returns the indices of sequence b's rows of k (and v) or q."""
     rows, bounds = len(call[name]), call.get(f"cu_seqlens_{name}")
     if bounds is None:
         return [(b, i) for i in range(call[name].shape[1])]
@@ -116,7 +116,7 @@ def rows_of(call: Arguments, name: str, b: int) -> list[Any]:
 
 
 def turned(heads: Array, position: int, call: Arguments) -> Array:
-    """One row, of all heads, rotated at its position."""
+    """Returns one row of all heads, rotated at its position."""
     cos, sin = call.get("rotary_cos"), call.get("rotary_sin")
     if cos is None or sin is None or position >= len(cos):
         return heads
@@ -132,13 +132,13 @@ def turned(heads: Array, position: int, call: Arguments) -> Array:
 
 
 def in_library(call: Arguments, make: Callable[[Array], Any], **layouts: Callable[[Any], Any]) -> Arguments:
-    """The call with its arrays in another library, and those that are named in another layout."""
+    """Returns the call with its arrays in another library, and named arrays in another layout."""
     arguments = {name: make(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
     return arguments | {name: layout(arguments[name]) for name, layout in layouts.items() if name in arguments}
 
 
 def check(call: Arguments, xp: Any, **layouts: Callable[[Any], Any]) -> None:
-    """Makes the call and compares all bits of what it wrote and returned; what it read must be the same as before."""
+    """Calls `append_kv` and compares all bits of its results; its inputs must be unchanged."""
     arguments = in_library(call, xp.asarray, **layouts)
     before = {name: x.copy() for name, x in arguments.items() if hasattr(x, "copy")}
     results = expected(call)
@@ -152,5 +152,5 @@ def check(call: Arguments, xp: Any, **layouts: Callable[[Any], Any]) -> None:
 
 
 def dense(x: Any) -> Array:
-    """A contiguous copy in host memory."""
+    """Returns a contiguous array in host memory."""
     return np.ascontiguousarray(host(x))

@@ -1,4 +1,4 @@
-"""The benchmark's input arrays in whichever library is installed, and how their values get back to the host."""
+"""Input arrays of the benchmark in the installed library, timing on its GPU, and copies back to the host."""
 
 from __future__ import annotations
 
@@ -18,71 +18,71 @@ from ..runtime import compiler
 from .cases import Case, numpy_dtype
 
 Inputs = tuple[Any, ...]  # q, k, v, and for backward dout
-TENSOR_FLOPS = {(8, 0): 2048, (9, 0): 4096}  # of 16 bits, a clock and SM: NVIDIA's papers on A100 and H100
-OTHERS_BYTES = 2**28  # five times what the L2 of an H100 holds, as triton's do_bench writes
+TENSOR_FLOPS = {(8, 0): 2048, (9, 0): 4096}  # 16-bit FLOP for each clock and SM: NVIDIA's papers on A100 and H100
+OTHERS_BYTES = 2**28  # five times the L2 of an H100; triton's do_bench writes as much
 
 
 class NumpyArrays:
-    """Arrays in host memory; the GPU libraries below differ in how they make and read theirs."""
+    """Arrays in host memory; GPU libraries below override how arrays are created and read."""
 
     name = "numpy"
     on_gpu = False
-    xp: Any = np  # the library that `wide` arrays are of
+    xp: Any = np  # library of `wide` arrays
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
-        """An array drawn from the standard normal distribution."""
+        """Returns an array drawn from the standard normal distribution."""
         return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
 
     def inputs(self, op: str, case: Case, seed: int = 0) -> Inputs:
-        """The inputs of an op for a case."""
+        """Returns the inputs of an op for a case."""
         shapes = case.shapes() if op == "forward" else (*case.shapes(), case.out_shape())
         return tuple(self.normal(shape, case.dtype, len(shapes) * seed + n) for n, shape in enumerate(shapes))
 
     def put(self, array: NDArray[Any]) -> Any:
-        """The array in this library."""
+        """Returns the array in this library."""
         return array
 
     def head(self, array: Any, batch: int, head: int) -> Any:
-        """One head of a (batch, seqlen, heads, head_dim) array, as (seqlen, head_dim), as `wide` gives it."""
+        """Returns one head of a (batch, seqlen, heads, head_dim) array as (seqlen, head_dim), wide as in `wide`."""
         return np.asarray(self._host(array)[batch, :, head], np.float64)
 
     def constant(self, array: NDArray[Any]) -> Any:
-        """The array where those of `wide` are."""
+        """Returns the array in the library and memory of `wide` arrays."""
         return array
 
     def host(self, array: Any) -> NDArray[np.float64]:
-        """An array that `wide` returned, on the host."""
+        """Returns a `wide` array on the host."""
         return np.asarray(array)
 
     def distance(self, array: Any, reference: Any) -> float:
-        """|array - reference| / |reference| in the Euclidean norm."""
+        """Returns |array - reference| / |reference| in the Euclidean norm."""
         expected = np.asarray(self._host(reference), np.float32)
         difference = np.asarray(self._host(array), np.float32) - expected
         return float(np.linalg.norm(difference) / np.linalg.norm(expected))
 
     def wide(self, array: Any) -> Any:
-        """The array in float64, where products of float64 are fast."""
+        """Returns the array in float64, in memory with fast float64 products."""
         return np.asarray(self._host(array), np.float64)
 
     def synchronize(self) -> None:
-        """Waits until the GPU has nothing left to do."""
+        """Waits until the GPU has finished all work."""
 
     def release(self) -> None:
-        """Gives memory that the library keeps for later back to the GPU."""
+        """Frees GPU memory that the library caches."""
 
     def overwrite_l2(self) -> None:
-        """Begins to write so much that the GPU's cache then holds nothing of any array."""
+        """Enqueues writes that evict all arrays from the GPU's L2 cache."""
 
     def bandwidth(self) -> float | None:
-        """The most bytes a second that the GPU's memory gives; None if it is not known."""
+        """Returns the peak bytes a second of the GPU's memory; None if unknown."""
         return None
 
     def tensor_flops(self) -> float | None:
-        """The most FLOP a second of 16-bit products, at the GPU's highest clock; None if it is not known."""
+        """Returns the peak FLOP a second of 16-bit products, at the GPU's highest clock; None if unknown."""
         return None
 
     def peak(self, call: Callable[[], Any]) -> tuple[Any, int]:
-        """Returns the result of a call, and the most bytes that were allocated at a time since its begin."""
+        """Returns the result of a call, and the peak number of bytes that it allocated."""
         tracemalloc.start()
         try:
             result = call()
@@ -91,7 +91,7 @@ class NumpyArrays:
             tracemalloc.stop()
 
     def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
-        """Begins work; the returned function waits for its end and gives its seconds."""
+        """Enqueues work; the returned function waits for its end and returns its time in seconds."""
         started = time.perf_counter()
         enqueue()
         elapsed = time.perf_counter() - started
@@ -102,8 +102,7 @@ class NumpyArrays:
 
 
 class CupyArrays(NumpyArrays):
-    # why: random numbers, sums and casts are made by NumPy, because CuPy's own need CUDA headers and libraries that
-    # cuflash does not need.
+    # Random numbers, sums and casts use NumPy, because CuPy's need CUDA headers and libraries that cuflash does not.
     name = "cupy"
     on_gpu = True
 
@@ -111,7 +110,7 @@ class CupyArrays(NumpyArrays):
         import cupy
 
         self.cupy = cupy
-        self._others: Any = None  # memory that is written to overwrite L2
+        self._others: Any = None  # memory that `overwrite_l2` writes
 
     def put(self, array: NDArray[Any]) -> Any:
         return self.cupy.asarray(array)
@@ -157,7 +156,7 @@ class CupyArrays(NumpyArrays):
         return result, most - before
 
     def state(self) -> dict[str, float]:
-        """The clock of the SMs in MHz and the power in W at this moment, where nvidia-smi reports them."""
+        """Returns the current SM clock in MHz and power in W, if nvidia-smi reports them."""
         names = "clocks.sm", "power.draw"
         number = self.cupy.cuda.Device().pci_bus_id
         command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", number]
@@ -168,7 +167,7 @@ class CupyArrays(NumpyArrays):
             return {}
 
     def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
-        # why CuPy's events for PyTorch, too: the default streams of both are the same legacy stream of the driver.
+        # CuPy's events serve PyTorch, too: the default streams of both are the driver's legacy stream.
         cuda = self.cupy.cuda
         begin, end = cuda.Event(), cuda.Event()
         begin.record()
@@ -182,10 +181,10 @@ class CupyArrays(NumpyArrays):
         return seconds
 
     def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """A CUDA graph of what `prepare` makes, called twice: to be ready for it, and for the graph.
+        """Returns a function that launches a CUDA graph of the call that `prepare` returns.
 
-        The result launches it, on the stream that is current then: on streams of their own, graphs would run beside
-        each other. Memory is its own.
+        The call runs twice: once to warm up, once for the capture. The graph has a separate memory pool. It runs on the
+        stream that is current at its launch; graphs on separate streams would run concurrently.
         """
         cuda, pool = self.cupy.cuda, self.cupy.cuda.MemoryPool()
         stream = cuda.Stream(non_blocking=True)
@@ -202,7 +201,7 @@ class CupyArrays(NumpyArrays):
         def launch() -> None:
             graph.launch(cuda.get_current_stream())
 
-        launch.buffers = work, pool  # type: ignore[attr-defined] # why: the graph reads and writes their memory
+        launch.buffers = work, pool  # type: ignore[attr-defined] # keeps the graph's memory alive
         return launch
 
     def _host(self, array: Any) -> NDArray[Any]:
@@ -237,7 +236,7 @@ class TorchArrays(CupyArrays):
         cuda = self.torch.cuda
         before = cuda.memory_allocated()
         cuda.reset_peak_memory_stats()
-        result, most = super().peak(call)  # why both: what is made through CuPy lies in its pool
+        result, most = super().peak(call)  # allocations through CuPy are in CuPy's pool
         return result, most + cuda.max_memory_allocated() - before
 
     def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], None]:
@@ -269,12 +268,12 @@ class TorchArrays(CupyArrays):
 
     def release(self) -> None:
         super().release()
-        with suppress(RuntimeError):  # why: after a capture that failed PyTorch gives nothing back
+        with suppress(RuntimeError):  # after a failed capture PyTorch frees nothing
             self.torch.cuda.empty_cache()
 
 
 def why_no_gpu() -> str:
-    """The reason why nothing can run on a GPU here; "" if it can."""
+    """Returns the reason why calls cannot run on a GPU here; "" if they can."""
     try:
         compiler.nvrtc_version()
         if not device.count():
@@ -286,7 +285,7 @@ def why_no_gpu() -> str:
 
 
 def find() -> tuple[NumpyArrays, str]:
-    """The arrays to measure on, and why they are not on a GPU ("" if they are)."""
+    """Returns the arrays to measure with, and the reason why they are not on a GPU ("" if they are)."""
     if reason := why_no_gpu():
         return NumpyArrays(), reason
     try:

@@ -1,4 +1,4 @@
-"""The case table: small problems that cover every edge once. Tests, compile checks and the benchmark all read it."""
+"""Table of cases: small problems that cover every edge once, for tests, compile checks and the benchmark."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Case:
     softmax_scale: float | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """The mask and scale arguments of the public calls."""
+        """Returns the mask and scale arguments of the public calls."""
         return {name: getattr(self, name) for name in MASK_AND_SCALE}
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of q, k and v."""
+        """Returns the shapes of q, k and v."""
         return (
             (self.batch, self.seqlen_q, self.heads_q, self.head_dim),
             (self.batch, self.seqlen_k, self.heads_kv, self.head_dim),
@@ -49,16 +49,16 @@ class Case:
         )
 
     def out_shape(self) -> tuple[int, ...]:
-        """Shape of out."""
+        """Returns the shape of out."""
         return self.batch, self.seqlen_q, self.heads_q, self.head_dim_v
 
     def problem(self, op: str = "forward", **more: Any) -> Problem:
-        """The `Problem` that a public call with these and `more` arguments makes of `arrays()`."""
+        """Returns the `Problem` of a public call on `arrays()` with the case's arguments and `more`."""
         q, k, v = (ArraySpec.contiguous(shape, self.dtype) for shape in self.shapes())
         return Problem.from_specs(OPS[op], [q, k] if op == "lse" else [q, k, v], Options(**self.arguments(), **more))
 
     def arrays(self, seed: int = 0) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """q, k and v, drawn from the standard normal distribution."""
+        """Returns q, k and v, drawn from the standard normal distribution."""
         rng = np.random.default_rng(seed)
         q, k, v = (rng.standard_normal(shape).astype(numpy_dtype(self.dtype)) for shape in self.shapes())
         return q, k, v

@@ -19,7 +19,7 @@ from .oracle import FEW, ULPS, Array, demand
 
 
 def check(case: Case, arrays: list[Array], out: Any, *lses: Any, **options: Any) -> None:
-    """Holds out, and lse of one call or several, against float64."""
+    """Checks out, and lse of one or more calls, against float64."""
     problem = case.problem(**options)
     exact, naive = oracle.attention64(problem, *arrays), oracle.naive(problem, *arrays)
     q, k, v = arrays
@@ -33,10 +33,10 @@ def check(case: Case, arrays: list[Array], out: Any, *lses: Any, **options: Any)
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """One problem: forward, the same again, lse, and gradients unless `backward` is None.
+    """A trial of one problem: forward twice, lse, and gradients unless `backward` is None.
 
-    layouts: of q, k, v and dout. out, grads_out: the layouts of arrays for out, and for dq, dk and dv, that the caller
-    gives, "" for none.
+    layouts: of q, k, v and dout. out, grads_out: layouts of the caller's arrays for out, and for dq, dk and dv; "" for
+    none.
     """
 
     case: Case
@@ -75,7 +75,7 @@ class Dense:
         before, (q, k, v) = [host(x).copy() for x in arrays], arrays
         dtype = numpy_dtype(self.forward.get("out_dtype", case.dtype))
         target = LAYOUTS[self.out](xp.full(case.out_shape(), xp.nan, dtype)) if self.out else None
-        arguments |= {"return_lse": True, "out": target}  # the same array again, because kernels depend on its layout
+        arguments |= {"return_lse": True, "out": target}  # both calls use `target`: kernels depend on its layout
         out, lse = cuflash.forward(q, k, v, **arguments)
         first = [host(x).copy() for x in (out, lse)]
         demand(target is None or out is target, "the array that was given for out is not what was returned")
@@ -93,7 +93,7 @@ class Dense:
     def _check_gradients(self, inputs: BackwardArgs, before: list[Array], arguments: dict[str, Any]) -> None:
         targets, (q, k, v) = Targets(self.grads_out, (inputs.q, inputs.k, inputs.v)), before
         call = partial(backward, self.case, inputs, **arguments)
-        # why twice the units: among so many problems some have less fortunate sums than those of a table.
+        # Twice the units: among so many problems, some have larger errors than the problems of a table.
         ulps = 2 * ULPS[self.case.dtype]
         check_grads = partial(check_gradients, self.case, inputs._replace(q=q, k=k, v=v), ulps=ulps)
         targets.check(call, check_grads, repeats=arguments["deterministic"])
@@ -101,7 +101,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Attention over parts of the keys, merged to that over all of them."""
+    """A trial of attention over ranges of the keys, merged and compared with attention over all keys."""
 
     case: Case
     seed: int

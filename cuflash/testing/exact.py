@@ -1,4 +1,4 @@
-"""Trials of small integers, whose answers are exact: a wrong bit shows, however small the error is."""
+"""Trials of small integers with exact results, in which any wrong bit shows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .draw import DTYPES, Draw
 from .layouts import host
 from .oracle import Array, assert_units, demand
 
-BITS = 9  # of a key's code: so many columns of k tell 512 keys apart
+BITS = 9  # bits of a key's code, each a column of k: enough for 512 keys
 SCALE = 55.0  # a key whose code differs in one bit has a score 110 lower, and exp(-110) is 0 in float32
-SLACK = 2.0**-20  # of float32, in which the one weight of a row, whose exponent is rounded, may be that far from 1
+SLACK = 2.0**-20  # error bound of a row's one weight in float32, whose exponent is rounded
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Each row takes one key, whose code is its q: out is that key's v, dv counts the rows, and dq and dk are 0.
+    """A trial in which each row attends to one key, whose code is its q.
 
-    So bit for bit in 16 bits, to which what the weight of that key is off by is rounded away; nearly so in float32.
+    out is that key's v, dv sums dout over the rows of a key, and dq and dk are 0. This is exact in 16 bits, where
+    rounding removes the error of the weight, and nearly exact in float32.
     """
 
     case: Case
@@ -61,19 +62,19 @@ class Chosen:
             _equal("dk", grads[1], np.zeros(k.shape))
             _equal("dv", grads[2], dv)
             return
-        # What is off in out is off in delta, and so is the difference of dp and delta, which is 0 but for that.
+        # The error of out is an error of delta, and so of dp - delta, which is otherwise 0.
         off = SCALE * SLACK * np.abs(dout * expected).sum(axis=-1)
         of_keys = np.zeros(k.shape[:3])
         np.add.at(of_keys, (rows[0], key[rows], kv[rows[2]]), off[rows])
-        # dq is a sum of k, of numbers up to 2, and dk one of q, of 1.
+        # dq sums elements of k, at most 2, and dk sums elements of q, at most 1.
         for name, x, bound in (("dq", grads[0], 2.0 * off), ("dk", grads[1], of_keys)):
             error = np.abs(host(x)).max(axis=-1, initial=0.0)
             demand((error <= bound).all(), f"{name} is {error.max(initial=0.0):.3g} where it is 0 but for a rounding")
-        # why: weights that are made again from lse are off by units of it
+        # Weights recomputed from lse err by units of lse.
         assert_units("dv", host(grads[2]), dv, ulps=2 * SCALE * BITS)
 
     def _keys(self, random: np.random.Generator) -> tuple[Array, Array]:
-        """The key that each row takes, one of those that it sees, and whether it sees any: (b, sq, hq)."""
+        """Returns for each row (b, sq, hq) a random visible key, and True if the row sees any key."""
         case, mask = self.case, self.case.problem().mask
         shape = case.batch, case.seqlen_q, case.heads_q
         i = np.arange(case.seqlen_q)
@@ -83,7 +84,7 @@ class Chosen:
         return np.minimum(key, max(0, case.seqlen_k - 1)), np.broadcast_to(count > 0, shape)
 
     def _arrays(self, random: np.random.Generator, key: Array) -> tuple[Array, Array, Array, Array]:
-        """q, k, v and dout of small integers. why few bits of dout: sums of 300 of them must fit 8 bits of bfloat16."""
+        """Returns q, k, v and dout of small integers. dout is sparse: sums of 300 rows must fit bfloat16's 8 bits."""
         case = self.case
         codes = 2.0 * (np.arange(case.seqlen_k)[:, None] >> np.arange(BITS) & 1) - 1
         shapes = case.shapes()
@@ -97,7 +98,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """All scores are 0, so that exp(lse) is the number of keys that a row sees."""
+    """A trial in which all scores are 0, so that exp(lse) is the number of keys that a row sees."""
 
     case: Case
     seed: int

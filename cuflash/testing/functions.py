@@ -1,7 +1,7 @@
-"""Scores, masks and captured arrays: a table of functions that make the arguments of a call.
+"""Table of score_mods, mask_mods, biases and other mods: each entry builds the arguments of a call.
 
-Each entry makes them from what puts a NumPy array into the library of the call, and a `Case`. Code depends on dtypes
-and ranks of arrays alone, so one kernel serves an entry at all lengths.
+An entry takes `put`, which converts a NumPy array to the library of the call, and a `Case`. Code depends on dtypes and
+ranks of arrays alone, so one kernel serves an entry at all lengths.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Maker = Callable[[Put, Case], Arguments]
 
 
 def drawn(name: str, *shape: int) -> Any:
-    """Normal numbers in float32, the same for the same name."""
+    """Returns normal random numbers in float32, seeded by the name."""
     return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
 
 
 def slopes_of(case: Case) -> Any:
-    """A slope for each query head."""
+    """Returns a slope for each query head."""
     return np.linspace(0.05, 0.8, case.heads_q).astype(np.float32)
 
 
@@ -36,29 +36,29 @@ def slopes_of(case: Case) -> Any:
 
 
 def alibi(put: Put, case: Case) -> Arguments:
-    """ALiBi with slopes that are wanted back with gradients."""
+    """Builds ALiBi with slopes that get gradients."""
     slopes = put(slopes_of(case))
     return {"score_mod": scores.alibi(slopes), "captured_grads": (slopes,)}
 
 
 def alibi_of_paper(put: Put, case: Case) -> Arguments:
-    """ALiBi with the slopes of its paper."""
+    """Builds ALiBi with the slopes of its paper."""
     return {"score_mod": scores.alibi(case.heads_q)}
 
 
 def relative_position(put: Put, case: Case) -> Arguments:
-    """T5's buckets of distances."""
+    """Builds T5's bias by buckets of distances."""
     table = put(drawn("relative", 32, case.heads_q))
     return {"score_mod": scores.relative_position(table, bidirectional=True), "captured_grads": (table,)}
 
 
 def softcap(put: Put, case: Case) -> Arguments:
-    """A cap on scores, as a function."""
+    """Builds a softcap as a score_mod."""
     return {"score_mod": scores.softcap(2.0)}
 
 
 def tilted(put: Put, case: Case) -> Arguments:
-    """Slopes of heads, and a factor that differs by sequences."""
+    """Builds slopes of heads, and a factor that differs by sequence."""
     slopes = put(slopes_of(case) / 8)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -68,7 +68,7 @@ def tilted(put: Put, case: Case) -> Arguments:
 
 
 def bounded(put: Put, case: Case) -> Arguments:
-    """A bound on scores, and a table whose index is outside of it for most: it wraps once, then it is clamped."""
+    """Builds a softcap plus a table whose index is mostly out of range: it wraps once, then it is clamped."""
     table = put(drawn("bounded", case.heads_q, 9))
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -78,7 +78,7 @@ def bounded(put: Put, case: Case) -> Arguments:
 
 
 def without_score(put: Put, case: Case) -> Arguments:
-    """Numbers of a table take the place of scores."""
+    """Builds a score_mod that replaces scores by numbers of a table."""
     table = put(drawn("without", case.heads_q, 9))
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -88,7 +88,7 @@ def without_score(put: Put, case: Case) -> Arguments:
 
 
 def least(put: Put, case: Case) -> Arguments:
-    """Every third key is hidden by the least number, as models do it; some rows see nothing at all."""
+    """Builds a score_mod that hides every third key by the least number, as models do; some rows see no key."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return np.where((k_idx % 3 == 0) | (q_idx % 50 == 7), -3.4028234663852886e38, score * 1.5)
@@ -97,7 +97,7 @@ def least(put: Put, case: Case) -> Arguments:
 
 
 def empty_and_one(put: Put, case: Case) -> Arguments:
-    """An array of no elements, whose loads are 0, and an array without axes."""
+    """Builds a score_mod with an array of no elements, whose loads are 0, and an array without axes."""
     empty, factor = put(np.zeros(0, np.float32)), put(np.array(1.25, np.float32))
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -110,46 +110,46 @@ def empty_and_one(put: Put, case: Case) -> Arguments:
 
 
 def bounds_of(case: Case, count: int = 4) -> Any:
-    """The begins of documents: the first is short, and the second is empty."""
+    """Returns the bounds of documents, of which the first is short, and the second is empty."""
     first, more = case.seqlen_k // 7, count - 2
     begins = [first + (case.seqlen_k - first) * i // more for i in range(more + 1)]
     return np.array([0, first, *begins], np.int32)
 
 
 def document(put: Put, case: Case) -> Arguments:
-    """Documents one after the other."""
+    """Builds a mask of consecutive documents."""
     return {"mask_mod": masks.document(put(bounds_of(case)))}
 
 
 def causal_document(put: Put, case: Case) -> Arguments:
-    """The same, and causal."""
+    """Builds a causal mask of consecutive documents."""
     return {"mask_mod": masks.and_masks(masks.document(put(bounds_of(case))), masks.causal)}
 
 
 def prefix(put: Put, case: Case) -> Arguments:
-    """A prefix of each sequence that all queries see."""
+    """Builds a mask with a prefix of each sequence that all queries see."""
     return {"mask_mod": masks.prefix_lm(put(np.array([case.seqlen_k // (b + 2) for b in range(case.batch)], np.int32)))}
 
 
 def segments(put: Put, case: Case) -> Arguments:
-    """Numbers that come again, in runs of up to 90 tokens, so that there are mask tiles of all three kinds."""
+    """Builds segments with repeated ids, in runs of at least 45 tokens, so that all three kinds of mask tiles occur."""
     random = np.random.default_rng(3)
     ids = np.repeat(random.integers(0, 3, (case.batch, 600)), 45, axis=1)[:, : case.seqlen_k]
     return {"mask_mod": masks.segments(put(ids.astype(np.int32)))}
 
 
 def chunked(put: Put, case: Case) -> Arguments:
-    """Chunks of 80 tokens."""
+    """Builds a mask of chunks of 80 tokens."""
     return {"mask_mod": masks.chunked(80)}
 
 
 def global_window(put: Put, case: Case) -> Arguments:
-    """A window, and five tokens that all queries see."""
+    """Builds a window with five tokens that all queries see."""
     return {"mask_mod": masks.global_window(5, 40)}
 
 
 def striped(put: Put, case: Case) -> Arguments:
-    """Differs by heads and sequences; the first rows see nothing."""
+    """Builds a mask that differs by head and sequence; the first rows see no key."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return ((q_idx + k_idx + h) % 3 > 0) & (q_idx > 2 + b)
@@ -157,18 +157,18 @@ def striped(put: Put, case: Case) -> Arguments:
     return {"mask_mod": mask_mod}
 
 
-# Bias: its shape in terms of (batch, heads_q, seqlen_q, seqlen_k), of which any may be 1 and the first may be left out.
+# Axes of biases: (batch, heads_q, seqlen_q, seqlen_k); any may be 1, and leading ones may be omitted.
 SHAPES = ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "b11k", "bhq1", "1h11", "hqk", "qk", "1111")
 
 
 def shape_of(letters: str, case: Case) -> tuple[int, ...]:
-    """The shape of a bias whose axes have these letters."""
+    """Returns the shape of a bias with these axes."""
     lengths = {"b": case.batch, "h": case.heads_q, "q": case.seqlen_q, "k": case.seqlen_k, "1": 1}
     return tuple(lengths[letter] for letter in letters)
 
 
 def bias_of(letters: str, dtype: str = "float32", view: Callable[[Any], Any] = lambda x: x) -> Maker:
-    """A bias with these axes, seen as `view` gives it."""
+    """Returns the maker of a bias with these axes, passed through `view`."""
 
     def make(put: Put, case: Case) -> Arguments:
         numbers = drawn(letters, *shape_of(letters, case))
@@ -179,7 +179,7 @@ def bias_of(letters: str, dtype: str = "float32", view: Callable[[Any], Any] = l
 
 
 def sinks_of(dtype: str = "float32") -> Maker:
-    """A sink for each head, the last of which is -inf."""
+    """Returns the maker of a sink for each head; the last sink is -inf."""
 
     def make(put: Put, case: Case) -> Arguments:
         numbers = np.linspace(-1.0, 3.0, case.heads_q)
@@ -191,12 +191,12 @@ def sinks_of(dtype: str = "float32") -> Maker:
 
 
 def dropped(put: Put, case: Case) -> Arguments:
-    """Dropout, with a seed on the device."""
+    """Builds dropout with a seed on the device."""
     return {"dropout_p": 0.3, "dropout_seed": put(np.array(2**40 + 7, np.int64))}
 
 
 def joined(*makers: Maker) -> Maker:
-    """All of them in one call."""
+    """Returns the maker of a call with the mods of all these makers."""
 
     def make(put: Put, case: Case) -> Arguments:
         arguments: Arguments = {"captured_grads": ()}
@@ -213,7 +213,7 @@ LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 
 
 def blocked(make: Maker, **varlen_kwargs: Any) -> Maker:
-    """Adds a block mask of its mask_mod, if there is one. varlen_kwargs: NumPy arrays of the call's lengths."""
+    """Returns a maker that adds a block mask of the mask_mod, if any. varlen_kwargs: NumPy arrays of lengths."""
 
     def blocked_make(put: Put, case: Case) -> Arguments:
         arguments = make(put, case)

@@ -1,4 +1,4 @@
-"""A call of `cuflash.backward`: its arrays, the call, and its check against float64."""
+"""Calls of `cuflash.backward`: arrays, call, and check against float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .oracle import ULPS, Array, demand
 
 
 def upstream(case: Case, seed: int = 7) -> tuple[Array, Array]:
-    """`(dout, dlse)`: dout (b, sq, hq, dv) in the case's dtype, dlse (b, hq, sq) in that of lse."""
+    """Returns `(dout, dlse)`: dout (b, sq, hq, dv) in the case's dtype, dlse (b, hq, sq) in the dtype of lse."""
     rng = np.random.default_rng(seed)
     dout = rng.standard_normal((case.batch, case.seqlen_q, case.heads_q, case.head_dim_v))
     dlse = rng.standard_normal((case.batch, case.heads_q, case.seqlen_q))
@@ -25,7 +25,7 @@ def upstream(case: Case, seed: int = 7) -> tuple[Array, Array]:
 
 
 class BackwardArgs(NamedTuple):
-    """The arrays of a call."""
+    """The arrays of a call of backward."""
 
     dout: Any
     q: Any
@@ -41,7 +41,7 @@ class BackwardArgs(NamedTuple):
 
 
 def backward_args(case: Case, xp: Any, seed: int = 0, *, dlse: bool = True, **forward: Any) -> BackwardArgs:
-    """Random arrays in xp, and the state that `forward` makes of them."""
+    """Returns random arrays in xp, with out and lse from `forward`."""
     upstreams = [xp.asarray(x) for x in upstream(case, seed + 7)]
     q, k, v = (xp.asarray(x) for x in case.arrays(seed))
     out, lse = cuflash.forward(q, k, v, return_lse=True, **case.arguments(), **forward)
@@ -49,13 +49,13 @@ def backward_args(case: Case, xp: Any, seed: int = 0, *, dlse: bool = True, **fo
 
 
 def backward(case: Case, inputs: BackwardArgs, **more: Any) -> tuple[Any, ...]:
-    """The call, of `(dq, dk, dv)`."""
+    """Calls backward and returns `(dq, dk, dv)`."""
     dout, q, k, v, out, lse, dlse = inputs
     return cuflash.backward(dout, q, k, v, out, lse, dlse=dlse, **case.arguments(), **more)
 
 
 class Targets:
-    """Arrays for the gradients of others, in layouts of these names; a new one wherever a name is empty."""
+    """Output arrays for gradients of the arrays `like`, in layouts of these names; an empty name for none."""
 
     def __init__(self, names: Sequence[str], like: Sequence[Any]) -> None:
         pairs = zip(names, like, strict=True)
@@ -63,9 +63,9 @@ class Targets:
         self._keywords = {"grads_out": self._arrays} if any(names) else {}
 
     def check(self, backward: Callable[..., Any], check: Callable[[Any], None], *, repeats: bool) -> None:
-        """Checks what `backward(grads_out=…)` returns, perhaps also that it repeats, and memory beside the arrays.
+        """Checks the gradients of `backward(grads_out=…)`, and that memory beside the arrays is unchanged.
 
-        The argument is left out if there are no arrays.
+        The argument is omitted if there are no arrays. repeats: also check that a second call repeats bit by bit.
         """
         grads = self._written(backward)
         check(grads)
@@ -77,7 +77,7 @@ class Targets:
 
     def _written(self, backward: Callable[..., Any]) -> Any:
         for x in self._arrays:
-            if x is not None:  # why each time: what a call before has written would hide what this one leaves out
+            if x is not None:  # each time, as results of the call before would hide elements that this one skips
                 x[...] = np.nan
         grads = backward(**self._keywords)
         are_these = all(x is None or x is y for x, y in zip(self._arrays, grads, strict=True))
@@ -86,10 +86,10 @@ class Targets:
 
 
 def units_of(problem: Problem | Case, inputs: BackwardArgs) -> list[float]:
-    """The units in which dq, dk and dv err: sums may cancel, so these are of what is summed, not of the sums.
+    """Returns the error units of dq, dk and dv: as sums may cancel, units of the summands, not of the sums.
 
-    dv is a sum of dout; dq and dk are sums of k and q with weights that err by units of dout · v and dlse. All are
-    weighed with p, which errs as the scores do.
+    dv is a sum of dout. dq and dk are sums of k and q, whose weights err by units of dout · v and dlse. All are
+    weighted by p, which errs as the scores do.
     """
     problem = problem.problem() if isinstance(problem, Case) else problem
     dout, q, k, v, dlse = map(host, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.dlse))
@@ -101,11 +101,11 @@ def units_of(problem: Problem | Case, inputs: BackwardArgs) -> list[float]:
 
 
 def check(problem: Problem | Case, inputs: BackwardArgs, got: tuple[Any, ...], *, ulps: float | None = None) -> None:
-    """Holds dq, dk and dv against float64 under the tolerance rule; one that is None was not asked for.
+    """Checks dq, dk and dv against float64 under the tolerance rule; None for an omitted gradient.
 
-    16-bit: a kernel rounds p and ds, as the naive computation does, and that one also rounds s and dp, so the rule
-    holds as it stands. float32: on a GPU every product is three of TF32, which are held to 4 times, not 2 times, the
-    error of the naive float32 computation, and the floor is in `units_of`: one key that is seen has ds = 0.
+    16-bit: kernels round p and ds, and the naive computation rounds s and dp, too, so the rule holds unchanged.
+    float32: on a GPU every product is three TF32 products, so the limit is 4 times, not 2 times, the naive float32
+    error. Its floor is in `units_of`, as a row that sees one key has ds = 0.
     """
     dout, q, k, v, dlse = map(host, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.dlse))
     problem = problem.problem() if isinstance(problem, Case) else problem

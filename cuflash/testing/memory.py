@@ -1,4 +1,4 @@
-"""GPU memory for calls under test: it holds NaN until it is written, and bytes beside it that nothing may write."""
+"""GPU memory for calls under test, filled with NaN and surrounded by guard bytes that no kernel may write."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from .oracle import demand
 
-GUARD = 1 << 14  # bytes before and behind an allocation, a multiple of what CuPy aligns to
-FILL = 0xFF  # in every dtype of floats, all bits are a NaN
+GUARD = 1 << 14  # bytes before and behind an allocation, a multiple of CuPy's alignment
+FILL = 0xFF  # all bits set are a NaN in every float dtype
 
 
 class GuardedMemory:
-    """The memory that CuPy allocates inside `active`: arrays of the caller, results and workspaces alike."""
+    """An allocator for CuPy inside `active`: for the caller's arrays, results and workspaces."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -20,7 +20,7 @@ class GuardedMemory:
         self._allocations: list[tuple[Any, int]] = []
 
     def active(self) -> AbstractContextManager[Any]:
-        """Inside, this thread's arrays come from here."""
+        """Returns a context in which this thread's arrays are allocated here."""
         context: AbstractContextManager[Any] = self._cupy.cuda.using_allocator(self._allocate)
         return context
 
@@ -32,11 +32,11 @@ class GuardedMemory:
         return memory + GUARD
 
     def forget(self) -> None:
-        """Gives all memory back, once nothing else refers to it."""
+        """Drops all references to the memory."""
         self._allocations.clear()
 
     def check(self) -> None:
-        """Raises MismatchError if a guard was written to. The GPU must have done its work."""
+        """Raises MismatchError if a guard was written to. The GPU must have finished its work."""
         for memory, nbytes in self._allocations:
             for place, begin in (("before", 0), ("behind", GUARD + nbytes)):
                 guard = self._cupy.ndarray((GUARD,), "uint8", memptr=memory + begin).get()

@@ -1,8 +1,8 @@
-"""Mods: whole matrices in float64, the same naively, and the tolerances.
+"""Oracle of calls with mods: whole matrices in float64, the naive computation, and the tolerances.
 
 Functions are traced, and their values and derivatives come from `cuflash.reference.evaluate` and `cuflash.mods`, which
-have tests of their own; all else is written straight from the contract. As in `oracle`, the naive computation rounds
-the products q kᵀ, p, dp and ds to the dtype of the inputs; what functions make of a product stays in float32.
+have separate tests; everything else is written straight from the contract. As in `oracle`, the naive computation rounds
+q kᵀ, p, dp and ds to the dtype of the inputs; results of score_mod stay in float32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCORE = variable("score")
 
 
 class OracleMods(NamedTuple):
-    """The mods of a call, with all arrays as NumPy's. captured_grads: the arrays whose gradients are asked for."""
+    """The mods of a call, with all arrays as NumPy arrays. captured_grads: the arrays whose gradients are requested."""
 
     score_mod: Graph | None = None
     mask_mod: Graph | None = None
@@ -54,14 +54,18 @@ class OracleMods(NamedTuple):
             values["bias"] = np.asarray(bias)[(None,) * (4 - np.ndim(bias))]
         if not isinstance(values.get("dropout_seed", 0), int):
             values["dropout_seed"] = int(np.asarray(values["dropout_seed"]).reshape(()))
-        # why: the bias has four axes now, and is found by identity.
+        # Gradients are matched by identity, and the bias is now a new array with four axes.
         requested: Any = tuple(values.get("bias") if x is bias else x for x in values.pop("captured_grads", ()))
         return cls(**graphs, **values, captured_grads=requested)
 
 
 @dataclass(frozen=True)
 class OracleInputs:
-    """A problem in NumPy with all axes. one: a sequence as a dense problem. queries, keys: its rows."""
+    """A problem in NumPy with all axes.
+
+    one: returns a sequence as a dense problem. queries, keys: the rows of each sequence. there: True for each existing
+    key of a sequence.
+    """
 
     one: Callable[[int], Case]
     q: Array
@@ -88,7 +92,7 @@ class OracleInputs:
 
 
 class OneSequence:
-    """One sequence: arrays (rows, heads, dim), in `work`; intermediates are rounded to `rounded`, None for not."""
+    """Attention of one sequence, computed in dtype `work`; intermediates are rounded to `rounded` unless it is None."""
 
     def __init__(self, inputs: OracleInputs, oracle_mods: OracleMods, number: int, work: Any, rounded: Any) -> None:
         self.problem, self.oracle_mods = inputs.one(number).problem(), oracle_mods
@@ -117,7 +121,7 @@ class OneSequence:
         return [np.broadcast_to(x, self.raw.shape) for x in evaluated]
 
     def _scores(self, there: Array) -> None:
-        """The final scores s, -inf where a key is hidden, the raw ones, and the slope of the cap."""
+        """Computes the raw scores, the slope of the cap, the final scores s (-inf for hidden keys), lse, p and out."""
         self.cap_slope: Any = self.work(1)
         product = self.q @ self.k.swapaxes(1, 2) * self.work(self.problem.softmax_scale)
         s = self._final(self._raw(product), there)
@@ -130,7 +134,7 @@ class OneSequence:
             x = sinks.astype(self.work)[:, None]
             self.lse, self.of_keys = (np.logaddexp(each, x) for each in (self.lse, self.of_keys))
         self.p = np.where(np.isneginf(s), 0, np.exp(s - self.of_keys[..., None]))
-        # why: keys that no row sees are taken out rather than weighed with 0, because 0 * NaN is NaN.
+        # Keys that no row sees are set to 0, as 0 * NaN is NaN.
         sees: Array = ~np.isneginf(s)
         of_group = sees.reshape(self.problem.heads_kv, self.group, *sees.shape[1:]).any(axis=(1, 2))
         values = np.repeat(of_group, self.group, axis=0)[..., None]
@@ -171,7 +175,10 @@ class OneSequence:
         return tuple(self.places[name] * (n > 1) for name, n in zip(names, bias.shape, strict=True))
 
     def pulled(self, dout: Array, dlse: Array | None) -> dict[str, Any]:
-        """Gradients of q, k, v (rows, heads, dim), ds, and those of sinks, with (rows, heads, dim_v), (heads, rows)."""
+        """Returns gradients of q, k and v (rows, heads, dim), and of sinks; sets ds.
+
+        dout is (rows, heads, dim_v), dlse (heads, rows).
+        """
         with np.errstate(all="ignore"):
             dout = dout.astype(self.work).swapaxes(0, 1)
             p, dp = self.round(self.p * self.scales), self.round(dout @ self.v.swapaxes(1, 2)) * self.scales
@@ -196,7 +203,7 @@ class OneSequence:
         return grads
 
     def add(self, captured_grads: Sequence[Array], totals: list[Array], of_sinks: Any, sizes: list[Array]) -> None:
-        """Adds the gradients of arrays, and how large what is summed up is."""
+        """Adds the gradients of captured arrays to `totals`, and the magnitudes of their summands to `sizes`."""
         graph = self.oracle_mods.score_mod
         slopes = {} if graph is None else differentiate(graph.root)
         for x, total, size in zip(captured_grads, totals, sizes, strict=True):
@@ -217,7 +224,7 @@ class OneSequence:
 
 
 def _with_short_tanh(root: Node) -> Node:
-    """Returns the node with tanh as 16-bit kernels take it, off by 2^-11, but for what all scores of a head share."""
+    """Returns the node with tanh off by 2^-11, as in 16-bit kernels, except if all scores of a head share it."""
     replaced: dict[Node, Node] = {}
     for each in post_order([root]):
         new = rebuilt(each, [replaced[argument] for argument in each.arguments])
@@ -243,7 +250,7 @@ def _precisions(problem: Problem) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def check(inputs: OracleInputs, oracle_mods: OracleMods, out: Any, lse: Any = None) -> None:
-    """Holds out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis); None is not asked."""
+    """Checks out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis); None skips one."""
     dtype, axes = inputs.case.dtype, inputs.q.shape[:3]
     outs = [np.zeros((*axes, inputs.v.shape[3])) for _ in range(2)]
     lses = [np.full(axes, -np.inf) for _ in range(2)]
@@ -259,7 +266,7 @@ def check(inputs: OracleInputs, oracle_mods: OracleMods, out: Any, lse: Any = No
         with np.errstate(invalid="ignore"):
             outs[1], lses[1] = (near + (near - exact) for exact, near in (outs, lses))
     largest = float(np.abs(np.where(np.isfinite(inputs.v), inputs.v, 0).astype("f8")).max(initial=0.0))
-    # A few numbers have a handful of errors, and the naive computation may be lucky with all of them.
+    # With few numbers, the naive computation may happen to have no errors.
     unit = largest * (1 + score / 8 if dtype == "float32" else 1) if few or dtype == "float32" else 2.0**-14
     ulps = max(4, ULPS[dtype]) if few else ULPS[dtype]
     if out is not None:
@@ -267,7 +274,7 @@ def check(inputs: OracleInputs, oracle_mods: OracleMods, out: Any, lse: Any = No
     if lse is not None:
         exact, near = (x.swapaxes(1, 2) for x in lses)
         got, ulps = host(lse).reshape(exact.shape), max(8.0, inputs.q.shape[3] / 16)
-        # why 16: kernels for 16-bit inputs sum exponents beside a bias of 28 (sm90/forward/softmax.cuh).
+        # At least 16 units: kernels for 16-bit inputs sum exponents beside a bias of 28 (sm90/forward/softmax.cuh).
         assert_close("lse", got, exact, near, ulps=ulps, unit=max(1 + score, 16.0 if dtype != "float32" else 0.0))
 
 
@@ -279,9 +286,9 @@ def check_gradients(
     results: Sequence[Any],
     grads: Sequence[Any] = (),
 ) -> None:
-    """Holds dq, dk, dv, and the gradients of `oracle_mods.captured_grads`, against float64.
+    """Checks dq, dk, dv, and the gradients of `oracle_mods.captured_grads`, against float64.
 
-    dout (first axis, second axis, heads, dim), dlse (first axis, heads, second axis).
+    dout is (first axis, second axis, heads, dim), dlse (first axis, heads, second axis).
     """
     dtype, arrays = inputs.case.dtype, (inputs.q, inputs.k, inputs.v)
     oracle_mods = oracle_mods if grads else oracle_mods._replace(captured_grads=())
@@ -302,7 +309,7 @@ def check_gradients(
             one.add(oracle_mods.captured_grads, totals, got.get("sinks"), magnitudes)
             steepest = max(steepest, one.steepest)
     wide = dtype in ("float32", "float64")
-    # A sum of few numbers that cancel errs by units of these.
+    # A sum of few numbers that cancel errs by units of the summands.
     clean = [np.where(np.isfinite(x), x, 0).astype("f8") for x in (dout, *arrays, 0 if dlse is None else dlse)]
     norms = [float(np.linalg.norm(x, axis=3).max(initial=0.0)) for x in (clean[0], clean[3])]
     largest = [float(np.abs(x).max(initial=0.0)) for x in clean]
@@ -316,7 +323,7 @@ def check_gradients(
     rows_of_all = max(1, sum(len(rows[0]) for rows in inputs.queries) * inputs.q.shape[2])
     for number, (got, exact, near, size) in enumerate(zip(grads, *sums, sizes, strict=True)):
         unit = float(size.max(initial=0.0)) / max(1.0, rows_of_all**0.5 / 8)
-        # why of the inputs: out and p are rounded to their dtype, whatever the gradient's is.
+        # In units of the inputs' dtype: out and p are rounded to it, whatever the gradient's dtype is.
         ulps = max(eps(numpy_dtype(dtype)) / eps(host(got).dtype), 1) * (8 if wide else 1)
         near = near + (near - exact)
         assert_close(f"gradient {number}", host(got).reshape(exact.shape), exact, near, ulps=ulps, unit=unit)

@@ -1,4 +1,4 @@
-"""Dense calls with mods, held against float64."""
+"""Calls with mods, checked against float64."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from .sequences import VarlenArrays, check_unused, upstream
 
 
 def make_oracle_mods(make: Maker, case: Case) -> OracleMods:
-    """The arguments of the oracle for a call."""
+    """Returns the oracle's mods for a call."""
     return OracleMods.from_kwargs(make(lambda x: x, case))
 
 
 def without_grads(arguments: Arguments) -> Arguments:
-    """The arguments of `forward`."""
+    """Returns the arguments of `forward`: all but captured_grads."""
     return {name: x for name, x in arguments.items() if name != "captured_grads"}
 
 
 def lse_arguments(arguments: Arguments) -> Arguments:
-    """The arguments of `lse`, from those of `forward`."""
+    """Returns the arguments of `lse`, from the arguments of `forward`."""
     return {name: x for name, x in arguments.items() if name != "v" and not name.startswith("dropout")}
 
 
 def forward(make: Maker, case: Case, put: Put, arrays: Sequence[Any], **more: Any) -> Any:
-    """`(out, lse)` of a dense call."""
+    """Returns `(out, lse)` of a dense call."""
     (q, k, v), mod_kwargs = arrays, without_grads(make(put, case))
     return cuflash.forward(q, k, v, return_lse=True, **case.arguments(), **mod_kwargs, **more)
 
 
 def check_forward(make: Maker, case: Case, put: Put, *, with_lse: bool = False, seed: int = 0, **more: Any) -> Any:
-    """A dense call, held against float64, and perhaps `cuflash.lse`. Returns out and lse."""
+    """Checks a dense call against float64, and `cuflash.lse` if `with_lse`. Returns out and lse."""
     arrays = case.arrays(seed)
     there = [put(x) for x in arrays]
     results = forward(make, case, put, there, **more)
@@ -55,7 +55,7 @@ def check_backward(
     make: Maker, case: Case, put: Put, *, grads: bool = False, dlse: bool = True, seed: int = 0, checked: bool = True,
     **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Gradients of a dense call, held against float64 unless they are those of a call again. Returns all, flat."""
+    """Checks gradients of a dense call against float64 if `checked`. Returns all gradients in one tuple."""
     arrays, random = case.arrays(seed), np.random.default_rng(seed + 7)
     dout = random.standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
     of_lse = random.standard_normal((case.batch, case.heads_q, case.seqlen_q)).astype(np.float32) if dlse else None
@@ -78,21 +78,21 @@ def check_backward(
 
 
 def check_repeated(make: Maker, case: Case, put: Put, **more: Any) -> None:
-    """Deterministic gradients, held against float64, and bitwise the same when they are made again."""
+    """Checks deterministic gradients against float64, and that a second call repeats them bit by bit."""
     first = check_backward(make, case, put, deterministic=True, **more)
     again = check_backward(make, case, put, deterministic=True, checked=False, **more)
     demand(identical(again, first), "deterministic gradients do not repeat")
 
 
 def bounds_case(arrays: VarlenArrays) -> Case:
-    """Number and bounds of variable-length sequences, as a function reads them."""
+    """Returns a case with the batch and the longest lengths of variable-length sequences, for makers of mods."""
     problem = arrays.sequences
     max_q, max_k = (max(lengths, default=0) for lengths in (problem.queries, problem.keys))
     return Case(problem.name, len(problem.queries), max_q, max_k, *problem.heads, *problem.dims, problem.dtype)
 
 
 def check_of_lengths(make: Maker, inputs: VarlenArrays, xp: Any, deterministic: Sequence[bool] = (False, True)) -> None:
-    """Calls on variable-length sequences, with gradients where the call has them, held against float64."""
+    """Checks calls on variable-length sequences against float64, with gradients if the call has them."""
     case, arguments = bounds_case(inputs), inputs.arguments(xp)
     mod_kwargs = without_grads(make(xp.asarray, case))
     whole, of_numpy = OracleInputs.from_varlen(inputs), make_oracle_mods(make, case)

@@ -1,8 +1,8 @@
-"""The oracle of every result: attention in float64, the same maths done naively, and the tolerance rule.
+"""Oracle of every result: attention in float64, the same maths done naively, and the tolerance rule.
 
-Written straight from the contract, head by head with the whole score matrix in memory, and sharing no code with
-`cuflash.reference`. A problem is given as a `Problem` or as a `Case`; arrays are 4-D (batch, seqlen, heads, dim).
-Returned `out` is (b, sq, hq, dv), `lse` (b, hq, sq); gradients have the shapes of q, k and v.
+It is written straight from the contract, head by head with the whole score matrix in memory, and shares no code with
+`cuflash.reference`. A problem is a `Problem` or a `Case`; arrays are 4-D (batch, seqlen, heads, dim). Returned `out` is
+(b, sq, hq, dv), `lse` (b, hq, sq); gradients have the shapes of q, k and v.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ..problem.problem import Problem
 from .cases import Case, numpy_dtype
 
 Array = np.ndarray[Any, Any]
-# why: a float32 sum in another order differs by a few units, and in float64 the oracle is no better than the result.
+# A float32 sum in another order differs by a few units, and for float64 the oracle is no more precise than the result.
 ULPS = {"float16": 1, "bfloat16": 1, "float32": 4, "float64": 16}
-FEW = 32  # rows or keys: so few numbers have a handful of errors, of which the naive computation may be free
+FEW = 32  # rows or keys: with fewer, the naive computation may happen to have no errors
 
 
 class MismatchError(AssertionError):
-    """A result that is not what the contract says."""
+    """A result that violates the contract."""
 
 
 def demand(holds: object, what: str) -> None:
-    """Raises MismatchError with this text unless it holds. why no assert: Python may run without."""
+    """Raises MismatchError with the text `what` unless `holds`. Unlike assert, it also works under `python -O`."""
     if not holds:
         raise MismatchError(what)
 
@@ -33,15 +33,15 @@ def demand(holds: object, what: str) -> None:
 def attention64(
     problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None
 ) -> tuple[Array, Array]:
-    """`(out, lse)` in float64 of inputs of any precision. there: which keys are there at all, as booleans."""
+    """Returns `(out, lse)` in float64 of inputs of any precision. there: True for each existing key."""
     return _forward(_problem(problem), q, k, v, np.dtype(np.float64), None, there)
 
 
 def naive(problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None) -> tuple[Array, Array]:
-    """`(out, lse)`, computed naively in the precision of the problem: `out` in its out_dtype, `lse` in float32.
+    """Returns `(out, lse)`, computed naively in the problem's precision: `out` in its out_dtype, `lse` in float32.
 
-    16-bit: products in float32, the scores rounded to 16 bits, softmax in float32, p rounded to 16 bits. `lse` is of
-    the scores before rounding: it is a float32 result, so it is held to float32.
+    16-bit: products in float32, scores rounded to 16 bits, softmax in float32, p rounded to 16 bits. `lse` uses the
+    scores before rounding: as a float32 result, it is checked to float32 precision.
     """
     problem = _problem(problem)
     work, rounded = precision(problem)
@@ -52,16 +52,16 @@ def naive(problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | 
 def gradients64(
     problem: Problem | Case, dout: Array, q: Array, k: Array, v: Array, dlse: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """`(dq, dk, dv)` in float64 of `sum(dout * out) + sum(dlse * lse)`; dlse is (b, hq, sq)."""
+    """Returns `(dq, dk, dv)` in float64 of `sum(dout * out) + sum(dlse * lse)`; dlse is (b, hq, sq)."""
     return _backward(_problem(problem), dout, q, k, v, dlse, np.dtype(np.float64), rounded=None)
 
 
 def naive_gradients(
     problem: Problem | Case, dout: Array, q: Array, k: Array, v: Array, dlse: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """`(dq, dk, dv)`, computed naively in the precision of the problem: 16-bit rounds s, p, out, dp and ds.
+    """Returns `(dq, dk, dv)`, computed naively in the problem's precision: 16-bit rounds s, p, out, dp and ds.
 
-    float32: scores err as those of kernels do, which weigh all terms of the sums that gradients are.
+    float32: scores have errors as in kernels, as their weights scale all summands of the gradients.
     """
     problem = _problem(problem)
     work, rounded = precision(problem)
@@ -71,12 +71,11 @@ def naive_gradients(
 
 
 def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float = 1.0, unit: float = 0.0) -> None:
-    """The tolerance rule: `max|got - exact| <= 2 max|naive - exact| + ulps * eps * max|exact|`.
+    """Checks the tolerance rule: `max|got - exact| <= 2 max|naive - exact| + ulps * eps * max|exact|`.
 
-    NaN, +inf and -inf are compared first and must stand at the same positions in `got` and `exact`; the rest is
-    measured where both are finite. eps is that of `got`'s dtype: the floor is one unit in the last place of the
-    largest number (or of `unit`, if that is larger), which a result may be off by even where the naive one happens to
-    be exact.
+    Positions of NaN, +inf and -inf must be equal in `got` and `exact`; then finite elements are compared. eps belongs
+    to `got`'s dtype. The floor is `ulps` units in the last place of the largest number, or of `unit` if it is larger.
+    A result may err by it even if the naive one happens to be exact.
     """
     got = np.asarray(got)
     demand(got.shape == exact.shape, f"{name}: shape {got.shape}, wanted {exact.shape}")
@@ -107,29 +106,29 @@ def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float
 
 
 def units_of(scale: float, q: Array, k: Array, v: Array, dtype: str) -> tuple[float, float]:
-    """The units in which out, of this dtype, and lse err: sums err by units of what they are sums of.
+    """Returns the error units of out, of this dtype, and of lse: sums err by units of their summands.
 
-    Those of out are of v; those of scores, and of lse with them, are of products of q and k.
+    Summands of out are elements of v; summands of scores, and so of lse, are products of q and k.
     """
     return float(np.abs(v).max(initial=0.0)) * walk(scale, q, k, dtype), 1.0 + _largest_score(scale, q, k)
 
 
 def _largest_score(scale: float, q: Array, k: Array) -> float:
-    """A bound on all scores, whatever keys a row sees."""
+    """Returns a bound on all scores, masked or not."""
     norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in (q, k)]
     return float(scale * norms[0] * norms[1])
 
 
 def walk(scale: float, q: Array, k: Array, dtype: str) -> float:
-    """The units of the dtype that a weight errs by: errors of the products of a score add up as a random walk does.
+    """Returns the error of a weight in units of the dtype: errors of a score's products add up as a random walk.
 
-    16-bit: one, as scores are rounded afterwards in the naive computation, too.
+    16-bit: one unit, as the naive computation rounds scores afterwards, too.
     """
     return 1.0 + (_largest_score(scale, q, k) / q.shape[3] ** 0.5 if dtype == "float32" else 0.0)
 
 
 def assert_units(name: str, got: Any, exact: Any, ulps: float, unit: float = 0.0) -> None:
-    """The tolerance rule for a number that is known by itself: its floor alone, for no naive computation errs."""
+    """Checks the tolerance rule for numbers that are known exactly: the floor alone, without a naive computation."""
     exact = np.broadcast_to(np.asarray(exact, np.float64), np.shape(got))
     assert_close(name, got, exact, exact, ulps=ulps, unit=unit)
 
@@ -137,7 +136,7 @@ def assert_units(name: str, got: Any, exact: Any, ulps: float, unit: float = 0.0
 def assert_attention(
     problem: Problem | Case, arrays: Any, out: Any, lse: Any = None, *, ulps: float | None = None
 ) -> None:
-    """Holds out and lse of the NumPy arrays q, k, v against float64 under the tolerance rule, unless they are None."""
+    """Checks out and lse of NumPy arrays q, k, v against float64 under the tolerance rule, unless they are None."""
     results = zip(("out", "lse"), (out, lse), attention64(problem, *arrays), naive(problem, *arrays), strict=True)
     for name, got, exact, near in results:
         if got is not None:
@@ -149,7 +148,7 @@ def _problem(problem: Problem | Case) -> Problem:
 
 
 def precision(problem: Problem) -> tuple[np.dtype[Any], np.dtype[Any] | None]:
-    """The dtype sums are made in, and the dtype that intermediates are rounded to (None: they are not)."""
+    """Returns the dtype of sums, and the dtype to which intermediates are rounded (None for no rounding)."""
     if problem.dtype in ("float32", "float64"):
         return np.dtype(problem.dtype), None
     return np.dtype(np.float32), numpy_dtype(problem.dtype)
@@ -160,16 +159,16 @@ def _round(x: Array, rounded: np.dtype[Any] | None) -> Array:
 
 
 def eps(dtype: np.dtype[Any]) -> float:
-    """The distance from 1 to the next number of a dtype."""
+    """Returns the distance from 1 to the next number of a dtype."""
     if dtype.name == "bfloat16":
         return 2.0**-7
     return float(np.finfo(dtype).eps)
 
 
 def _visible(problem: Problem, there: Array | None = None) -> tuple[Array, Array, Array]:
-    """The mask (rows, keys), cut to the rows that see something and the keys that are seen, and both sets' indices.
+    """Returns the mask (rows, keys) of the rows that see a key and the keys that a row sees, and both sets' indices.
 
-    why: keys that no row sees are taken out rather than weighed with 0, because 0 * NaN is NaN.
+    Keys that no row sees are left out, not weighted by 0, as 0 * NaN is NaN.
     """
     i, j = np.arange(problem.seqlen_q)[:, None], np.arange(problem.seqlen_k)[None, :]
     sees = (i + problem.mask.lo <= j) & (j <= i + problem.mask.hi)
@@ -182,9 +181,9 @@ def _visible(problem: Problem, there: Array | None = None) -> tuple[Array, Array
 def _softmax(
     problem: Problem, sees: Array, q: Array, k: Array, rounded: np.dtype[Any] | None, *, again: bool = False
 ) -> tuple[Array, Array, Array]:
-    """`(p, lse, slope)` of one head: p (rows, keys), lse (rows,), slope = d(capped score) / d(raw score).
+    """Returns `(p, lse, slope)` of one head: p (rows, keys), lse (rows,), slope = d(capped score) / d(raw score).
 
-    `again` is for a backward pass, which has kept lse and makes p from it.
+    again: True for a backward pass, which recomputes p from lse.
     """
     s = (q @ k.T) * q.dtype.type(problem.softmax_scale)
     slope = np.ones_like(s)
@@ -195,7 +194,7 @@ def _softmax(
     s = _round(s, rounded)
     e, total, lse_of_rounded = _sum_exp(s, sees)
     if again and s.dtype == np.float32 and rounded is None:
-        # why: kernels for backward make other errors than those that made lse, and NumPy would make the same ones.
+        # Random errors, as scores of backward kernels differ from the scores behind lse, while NumPy's would be equal.
         norms = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(k, axis=1) * problem.softmax_scale
         walks = np.random.default_rng(0).standard_normal(s.shape) * norms / q.shape[1] ** 0.5
         s = s + (ULPS["float32"] * eps(s.dtype) * walks).astype("f4") * slope
@@ -204,10 +203,10 @@ def _softmax(
 
 
 def _sum_exp(s: Array, sees: Array) -> tuple[Array, Array, Array]:
-    """`(exp(s - m), its row sums, lse)`, hidden keys being exactly 0; every row sees at least one key."""
+    """Returns `(exp(s - m), its row sums, lse)`; hidden keys are exactly 0, and every row sees at least one key."""
     s = np.where(sees, s, -np.inf)
     m = s.max(axis=1, initial=-np.inf)
-    with np.errstate(invalid="ignore"):  # a NaN or +inf score that is seen becomes NaN
+    with np.errstate(invalid="ignore"):  # a visible score of NaN or +inf becomes NaN
         e = np.where(sees, np.exp(s - m[:, None]), 0)
         total = e.sum(axis=1)
         return e, total, m + np.log(total)

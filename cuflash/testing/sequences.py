@@ -1,8 +1,8 @@
-"""Variable-length sequences: problems, where their rows lie, and what float64 says of each by itself.
+"""Variable-length sequences: problems, their arrays, and expected results in float64.
 
-A `Sequences` has the numbers of queries and keys of each sequence, and which arrays hold them. `made` draws these and
-notes where the rows of each sequence are; every other row holds NaN. What is expected is put together sequence by
-sequence from `oracle`, and shares no code with `cuflash.reference.sequences`.
+A `Sequences` has the lengths of each sequence and the kinds of arrays that hold them. `varlen_arrays` draws the arrays
+and records the rows of each sequence; every other row holds NaN. Expected results are assembled sequence by sequence
+from `oracle`, without code of `cuflash.reference.sequences`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .layouts import even_start, host, laid_out, odd_start
 from .oracle import ULPS, Array, demand
 
 FAR = 2**31 - 1
-Index = tuple[Array, Array]  # the first two indices of each row of a sequence
+Index = tuple[Array, Array]  # first and second index of each row of a sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """A batch of sequences. place_q: "packed" or "rectangle"; place_k also "cache" (cache_batch_idx) or "paged".
 
-    used_q, used_k: whether seqused holds how many rows are used; each sequence then has as many more as spare_q and
-    spare_k say. gaps: packed rows before the first sequence, of which host arrays may have none, and after the last.
-    bounded: max_seqlen is given, too.
+    used_q, used_k: True if seqused_q or seqused_k is given; spare_q and spare_k are then unused rows of each sequence.
+    gaps: packed rows before the first sequence (0 for host arrays), and after the last. bounded: True if max_seqlen_q
+    and max_seqlen_k are given.
     """
 
     name: str
@@ -57,16 +57,16 @@ class Sequences:
     softmax_scale: float | None = None
 
     def one(self, number: int) -> Case:
-        """A sequence by itself, as a dense problem."""
+        """Returns one sequence as a dense problem."""
         lengths = self.queries[number], self.keys[number]
         return Case(self.name, 1, *lengths, *self.heads, *self.dims, self.dtype, **self.options())
 
     def options(self) -> dict[str, Any]:
-        """The mask and scale arguments of the public calls."""
+        """Returns the mask and scale arguments of the public calls."""
         return {name: getattr(self, name) for name in MASK_AND_SCALE}
 
     def bounds(self) -> dict[str, int]:
-        """The bounds on lengths, if they are given."""
+        """Returns the bounds on lengths, if they are given."""
         longest = {"max_seqlen_q": max(self.queries, default=0), "max_seqlen_k": max(self.keys, default=0)}
         return longest if self.bounded else {}
 
@@ -76,7 +76,7 @@ class Sequences:
 
 
 class Placed(NamedTuple):
-    """The places of the queries, or the keys, of all sequences: in an array of this shape, given by these arrays."""
+    """The rows of the queries, or the keys, of all sequences in an array of `shape`, and the arguments for them."""
 
     rows: list[Index]
     shape: tuple[int, int]
@@ -84,9 +84,9 @@ class Placed(NamedTuple):
 
 
 class VarlenArrays(NamedTuple):
-    """The arrays of a problem, all with four axes, and which rows and keys are whose.
+    """The arrays of a problem, all with four axes, and the rows of each sequence.
 
-    there: of each sequence, which of its keys are seen at all; those in pages that are not there are not.
+    there: for each sequence, True for each existing key; keys in missing pages do not exist.
     """
 
     sequences: Sequences
@@ -99,7 +99,7 @@ class VarlenArrays(NamedTuple):
     there: list[Array]
 
     def arguments(self, xp: Any = np, layout: str = "dense") -> dict[str, Any]:
-        """All arguments of `cuflash.forward`, in the ranks that the arrays have there, in memory of that layout."""
+        """Returns all arguments of `cuflash.forward`, with its ranks of arrays, in a memory layout."""
         q, k, v = LAYOUTS[layout](*map(xp.asarray, (self.q, self.k, self.v)))
         if "cu_seqlens_q" in self.varlen_kwargs:
             q = q[0]
@@ -109,21 +109,21 @@ class VarlenArrays(NamedTuple):
         return {"q": q, "k": k, "v": v, **varlen_kwargs, **self.sequences.options(), **self.sequences.bounds()}
 
     def with_varlen(self, **varlen_kwargs: Any) -> VarlenArrays:
-        """A copy with other arrays of lengths; None for an array that is not given."""
+        """Returns a copy with other arrays of lengths; None removes one."""
         changed = self.varlen_kwargs | {
             name: x if x is None else np.asarray(x, np.int32) for name, x in varlen_kwargs.items()
         }
         return self._replace(varlen_kwargs={name: x for name, x in changed.items() if x is not None})
 
     def unused(self, side: str) -> Array:
-        """A mask of the rows of q, or of k and v, that belong to no sequence: booleans (first axis, second axis)."""
+        """Returns True for each row of q, or of k and v, that belongs to no sequence: (first axis, second axis)."""
         mask = np.ones((self.q if side == "q" else self.k).shape[:2], bool)
         for rows in self.queries if side == "q" else self.keys:
             mask[rows] = False
         return mask
 
     def without_pages(self, seed: int) -> VarlenArrays:
-        """The same, but for half of the used pages that the table places outside the pool: their keys are not there."""
+        """Returns a copy in which half of the pages are missing: their indices lie outside the pool."""
         rng, table, pool = np.random.default_rng(seed), self.varlen_kwargs["page_table"].copy(), len(self.k)
         there = []
         for b, count in enumerate(self.sequences.keys):
@@ -134,14 +134,14 @@ class VarlenArrays(NamedTuple):
         return self.with_varlen(page_table=table)._replace(there=there)
 
     def filled(self, value: float) -> VarlenArrays:
-        """The same, but what no sequence uses holds this value."""
+        """Returns a copy in which rows of no sequence hold this value."""
         q, k, v = self.q.copy(), self.k.copy(), self.v.copy()
         q[self.unused("q")] = k[self.unused("k")] = v[self.unused("k")] = value
         return self._replace(q=q, k=k, v=v)
 
 
 def varlen_arrays(problem: Sequences, seed: int = 0) -> VarlenArrays:
-    """Draws the arrays of a problem. What no sequence uses holds NaN, and page tables hold junk behind used pages."""
+    """Returns random arrays of a problem. Rows of no sequence hold NaN; page tables hold junk behind used pages."""
     rng = np.random.default_rng(seed)
 
     def draw(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -151,7 +151,7 @@ def varlen_arrays(problem: Sequences, seed: int = 0) -> VarlenArrays:
 
 
 def shaped(problem: Sequences) -> VarlenArrays:
-    """Returns a problem with zeros in q, k and v, which take no time, for checks of shapes, dtypes and strides."""
+    """Returns arrays of a problem with zeros in q, k and v, which is fast, for checks of shapes, dtypes and strides."""
     return _laid_out(problem, np.random.default_rng(0), np.zeros)
 
 
@@ -194,7 +194,10 @@ def _packed(side: str, gaps: tuple[int, int], lengths: Sequence[int], room: list
 
 
 def _rectangle(lengths: Sequence[int], room: list[int], rng: np.random.Generator | None) -> Placed:
-    """Rows of sequences in order; of a cache, with rng, in any, and the last sequence has the row of the first."""
+    """Returns one row of the first axis for each sequence, in order.
+
+    With rng, rows of a cache in random order, where the last sequence has the row of the first.
+    """
     count, which, varlen_kwargs = len(lengths), np.arange(len(lengths)), {}
     if rng is not None:
         which = rng.permutation(count + 2)[:count].astype(np.int32)
@@ -205,7 +208,7 @@ def _rectangle(lengths: Sequence[int], room: list[int], rng: np.random.Generator
 
 
 def _paged(size: int, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
-    """Pages in no order. Neighbours share their first pages; behind those that are used, entries are junk."""
+    """Returns pages in random order. Neighbours share their first pages; entries behind used pages are junk."""
     count = [-(-n // size) for n in lengths]
     pool = sum(count) + 2
     page_ids = rng.permutation(pool)
@@ -221,16 +224,16 @@ def _paged(size: int, lengths: Sequence[int], room: list[int], rng: np.random.Ge
 
 
 def _halves(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """K and V as halves of one row, as serving stacks keep them: memory (pages, heads, page_size, both dims)."""
+    """Returns k and v as halves of one row, as in serving stacks: memory (pages, heads, page_size, both dims)."""
     (pages, size, heads, dim), dim_v = k.shape, v.shape[3]
-    # why full_like: it makes an array of the library that k is of.
+    # np.full_like creates an array in the library of k.
     both = np.full_like(k, np.nan, shape=(pages, heads, size, dim + dim_v)).transpose(0, 2, 1, 3)
     both[..., :dim], both[..., dim:] = k, v
     return q, both[..., :dim], both[..., dim:]
 
 
 def _one_head(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Axes of length 1 with strides that no array of the shape would have."""
+    """Returns k and v of one head with unusual strides of the axis of length 1."""
     if k.shape[2] != 1:
         return q, k, v
     return q, k[:, :, 0].copy()[:, :, None], v[:, :, 0].copy()[:, :, None]
@@ -240,7 +243,7 @@ def _all(**how: Any) -> Any:
     return lambda *arrays: tuple(laid_out(x, **how) for x in arrays)
 
 
-# NaN surrounds the arrays wherever they lie. Kernels read all but the last as they are.
+# Arrays are surrounded by NaN. Kernels read all layouts directly, except the last, which is copied.
 LAYOUTS = {
     "dense": lambda *arrays: arrays,
     "heads_first": _all(places=(0, 2, 1, 3), before=(1, 0, 1, 8)),
@@ -255,7 +258,7 @@ LAYOUTS = {
 
 
 def assembled(inputs: VarlenArrays) -> dict[str, tuple[Array, Array]]:
-    """`(exact, naive)` of out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis)."""
+    """Returns `(exact, naive)` of out (first axis, second axis, heads, dim), and of lse (first axis, heads, second)."""
     problem, axes = inputs.sequences, inputs.q.shape[:3]
     outs = [np.zeros((*axes, problem.dims[1])), np.zeros((*axes, problem.dims[1]))]
     lses = [np.full(axes, -np.inf), np.full(axes, -np.inf)]
@@ -269,9 +272,9 @@ def assembled(inputs: VarlenArrays) -> dict[str, tuple[Array, Array]]:
 
 
 def check(inputs: VarlenArrays, out: Any, *lses: Any) -> None:
-    """Holds out, and lse of one call or several, against float64, and rows of no sequence against 0 and -inf.
+    """Checks out, and lse of one or more calls, against float64, and rows of no sequence against 0 and -inf.
 
-    What is None is not asked for. why units: short sequences have a handful of errors.
+    None skips a result. Bounds have a floor in `oracle.units_of`, as short sequences may have no naive errors.
     """
     problem, expected = inputs.sequences, assembled(inputs)
     q, k, v = (np.nan_to_num(x.astype("f8")) for x in (inputs.q, inputs.k, inputs.v))
@@ -289,14 +292,14 @@ def check(inputs: VarlenArrays, out: Any, *lses: Any) -> None:
 
 
 def check_unused(inputs: VarlenArrays, side: str, got: Any) -> None:
-    """Demands that rows of out, or of a gradient of this side, are 0 where no sequence uses them."""
+    """Checks that rows of no sequence are 0 in out, or in a gradient of this side."""
     unused = inputs.unused(side)
     rows = host(got).reshape(*unused.shape, *got.shape[-2:])[unused]
     demand(not rows.any(), f"rows like those of {side} that no sequence uses are not 0")
 
 
 def upstream(inputs: VarlenArrays, seed: int = 7) -> tuple[Array, Array]:
-    """`(dout, dlse)` with all axes, with NaN in rows of no sequence."""
+    """Returns `(dout, dlse)` with all axes, and NaN in rows of no sequence."""
     rng, axes = np.random.default_rng(seed), inputs.q.shape[:3]
     dout = rng.standard_normal((*axes, inputs.sequences.dims[1])).astype(inputs.q.dtype)
     dlse = rng.standard_normal(axes).astype("f8" if inputs.sequences.dtype == "float64" else "f4")
@@ -307,7 +310,7 @@ def upstream(inputs: VarlenArrays, seed: int = 7) -> tuple[Array, Array]:
 def gradients(
     inputs: VarlenArrays, xp: Any, layout: str = "dense", *, dlse: bool = True, unused: float = np.nan, **more: Any
 ) -> tuple[Any, ...]:
-    """(dq, dk, dv) by `cuflash.backward`; rows of no sequence hold this value in out, too."""
+    """Returns (dq, dk, dv) by `cuflash.backward`. unused: the value of rows of no sequence, also in out and lse."""
     arguments = inputs.arguments(xp, layout)
     out, lse = (host(x).copy() for x in cuflash.forward(**arguments, return_lse=True))
     dout, upstream_lse = (x.reshape(like.shape) for x, like in zip(upstream(inputs), (out, lse), strict=True))
@@ -319,9 +322,9 @@ def gradients(
 
 
 def check_gradients(inputs: VarlenArrays, got: Sequence[Any], *, dlse: bool = True, ulps: float = 2.0) -> None:
-    """Holds dq, dk and dv against float64, and rows of no sequence against 0; the tolerances of `gradients.check`.
+    """Checks dq, dk and dv against float64, and rows of no sequence against 0; tolerances as in `gradients.check`.
 
-    ulps: units of the floor, as many times as the dtype has.
+    ulps: factor of the dtype's units in the floor.
     """
     problem, (dout, upstream_lse) = inputs.sequences, upstream(inputs)
     arrays = inputs.q, inputs.k, inputs.v
@@ -349,7 +352,7 @@ def check_gradients(inputs: VarlenArrays, got: Sequence[Any], *, dlse: bool = Tr
         check_unused(inputs, side, x)
 
 
-# Lengths and head dims of problems that are drawn: for any machine, and around the tiles of kernels.
+# Lengths and head dims of drawn problems: small ones for any machine, and ones around the tiles of kernels.
 FEW, TILED = (0, 1, 2, 5, 9, 14, 17), (0, 1, 2, 63, 64, 65, 127, 128, 129, 200, 300)
 SMALL_DIMS = ((8, 8), (16, 16), (5, 9))
 KERNEL_DIMS = ((64, 64), (128, 128), (96, 96), (64, 128), (256, 256), (40, 72))
@@ -364,13 +367,13 @@ def drawn(
     dtypes: Sequence[str] = DTYPES,
     batch: Sequence[int] = (0, 1, 2, 3, 5),
 ) -> Sequences:
-    """A problem of any combination of arguments. gradients: one that `backward` takes."""
+    """Returns a problem with a random combination of arguments. gradients: True for one that `backward` takes."""
     draw = Draw(seed)
     one_of, rng = draw.one_of, draw.random
 
     def some(place: str, used: bool, size: int = 1) -> tuple[int, ...]:
         counts = [one_of(*lengths) for _ in range(count)]
-        if place != "packed" and not used:  # all are as long as the axis, or as the whole pages
+        if place != "packed" and not used:  # all sequences fill the axis, or whole pages
             counts = [-(-one_of(*lengths) // size) * size] * count
         return tuple(counts)
 

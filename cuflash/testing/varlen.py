@@ -24,9 +24,9 @@ from .sequences import Sequences, VarlenArrays
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Variable-length sequences: forward, the same again, lse, and gradients unless `backward` is None.
+    """A trial of variable-length sequences: gradients, or forward twice and lse if `backward` is None.
 
-    grads_out: the layouts of arrays for dq, dk and dv that the caller gives, "" for none.
+    grads_out: layouts of the caller's arrays for dq, dk and dv, "" for none.
     """
 
     problem: Sequences
@@ -68,14 +68,14 @@ class Several:
         arguments = arrays.arguments(xp)
         targets = Targets(self.grads_out, [arguments[name] for name in "qkv"])
         call = partial(sequences.gradients, arrays, xp, self.layout, **options)
-        # why 4: sequences of a few rows have a handful of errors, of which the naive computation may be free.
+        # 4 units: in sequences of few rows, the naive computation may happen to have no errors.
         check = partial(sequences.check_gradients, arrays, ulps=4.0)
         targets.check(call, check, repeats=options["deterministic"])
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """New keys and values for a cache, with rotations or without: all bits. layouts: of arrays that are named."""
+    """A trial of `append_kv`, with or without rotation, compared bit by bit. layouts: layouts of arrays by name."""
 
     arguments: dict[str, Any]
     layouts: dict[str, str]
@@ -106,19 +106,19 @@ class Append:
     def run(self, xp: Any) -> None:
         """Makes the call in this array library, and raises MismatchError if a bit is wrong."""
         layouts = {name: LAYOUTS[layout] for name, layout in self.layouts.items()}
-        room = {"capacity": 42} if xp is np else {}  # what has no place in the cache is an error in host memory
+        room = {"capacity": 42} if xp is np else {}  # host arrays must fit the cache
         appends.check(appends.drawn(**self.arguments | room), xp, **layouts)
 
 
 def maker_of(names: Sequence[str]) -> Maker:
-    """Returns the maker of arguments of a call that has all of these: functions, "dropout", or "bias" and its axes."""
+    """Returns the maker of a call with all of these mods: names of functions, "dropout", or "bias" and its axes."""
     table = {"dropout": dropped} | FUNCTIONS
     return joined(*(table[name] if name in table else bias_of(name.removeprefix("bias ")) for name in names))
 
 
 @dataclass(frozen=True, slots=True)
 class ModVarlen:
-    """Functions and a bias of a call on variable-length sequences, perhaps with a block mask of its mask_mod."""
+    """A trial of mods on variable-length sequences, with a block mask of the mask_mod if `block_mask`."""
 
     problem: Sequences
     seed: int
@@ -134,7 +134,7 @@ class ModVarlen:
         problem = sequences.drawn(draw.seed(), LENGTHS, [(dim, dim)], **options)
         problem = replace(
             problem, bounded=True
-        )  # why: a bias has a row for each query, and a key, of the longest sequences
+        )  # a bias has the axes of the longest sequences, whose lengths must then be given
         names = names[:1] if "everything" in names else names
         return cls(problem, draw.seed(), names, draw.chance(0.5), draw.chance(0.5))
 
@@ -147,7 +147,7 @@ class ModVarlen:
 
 @dataclass(frozen=True, slots=True)
 class ModDense:
-    """Functions, a bias and dropout of a dense call, perhaps with a block mask of its mask_mod."""
+    """A trial of mods in a dense call, with a block mask of the mask_mod if `block_mask`."""
 
     case: Case
     seed: int
