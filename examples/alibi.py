@@ -1,8 +1,8 @@
-"""ALiBi with slopes that are trained: the gradient of an array that a score function refers to.
+"""ALiBi with trained slopes: gradients of an array that a score_mod refers to.
 
-`captured_grads` names the arrays, and `backward` returns their gradients; in PyTorch autograd finds them by itself. The
-slopes are learned from the outputs of attention with other ones. It runs with each array library that is installed, on
-a GPU where there is one; it exits with 1 if the loss has not fallen to a hundredth, or if PyTorch's gradient differs.
+`captured_grads` lists the arrays, and `backward` returns their gradients; in PyTorch, autograd finds them by itself.
+The slopes are learned from outputs of attention with the right slopes. It runs with each installed array library, on a
+GPU if there is one. It exits with 1 if the loss has not fallen to a hundredth, or if PyTorch's gradient differs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def trained(library: Library, arrays: list[Any]) -> int:
-    """1 if the slopes are not found."""
+    """Trains with one library; returns 1 on failure, else 0."""
     q, k, v = (library.of_numpy(x) for x in arrays)
     expected = library.of_numpy(np.array([0.5, 0.25, 0.125, 0.0625], "float32"))
     slopes = library.of_numpy(np.full(HEADS, 0.2, "float32"))
@@ -42,14 +42,14 @@ def trained(library: Library, arrays: list[Any]) -> int:
                 print(f"captured_grads gives {gradient}, autograd {by_autograd}")
                 return 1
         losses.append(loss)
-        slopes = slopes - RATE * gradient  # another array of the same kind: nothing is compiled anew
+        slopes = slopes - RATE * gradient  # a new array of the same shape and dtype: no kernel is recompiled
     result = np.round(library.to_numpy(slopes), 3)
     print(f"{library.name}: loss {losses[0]:.1e}, then {losses[-1]:.1e}, slopes {result}")
     return int(not losses[-1] < losses[0] / 100)
 
 
 def loss_and_gradient(q: Any, k: Any, v: Any, target: Any, slopes: Any) -> tuple[float, Any]:
-    """Half the squared distance of a query's output from the target, on average, and its gradient for the slopes."""
+    """Returns the loss (half the mean squared distance of an output from its target) and the slopes' gradient."""
     call: dict[str, Any] = {"causal": True, "score_mod": mods.alibi(slopes)}
     out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
     count = BATCH * SEQLEN
@@ -59,7 +59,7 @@ def loss_and_gradient(q: Any, k: Any, v: Any, target: Any, slopes: Any) -> tuple
 
 
 def torch_gradient(q: Any, k: Any, v: Any, target: Any, slopes: Any) -> Any:
-    """The same gradient by autograd: tensors that a score function refers to are inputs of the call."""
+    """Returns the slopes' gradient by autograd: tensors that a score_mod refers to are inputs of the call."""
     from cuflash.frameworks.torch import attention
 
     slopes = slopes.clone().requires_grad_()

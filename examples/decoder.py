@@ -1,8 +1,8 @@
-"""Generates from a paged cache, and gets the log-probabilities of a training forward again: on a GPU bit for bit.
+"""Generates from a paged cache, and checks its log-probabilities against a training forward: bit for bit on a GPU.
 
-A small decoder with random weights takes in packed prompts, then it generates token by token; on a GPU, with CuPy
-arrays, as a CUDA graph that is captured once. On the CPU, with NumPy arrays, attention may give a row other bits beside
-other rows, and so the log-probabilities are close only. It exits with 1 if they are not equal, or there not close.
+A small decoder with random weights reads packed prompts and then generates token by token. On a GPU, with CuPy arrays,
+each step replays a CUDA graph that is captured once. On the CPU, with NumPy arrays, the bits of a row may depend on the
+other rows of a call, so log-probabilities are only close. It exits with 1 if they are not equal, or not close.
 """
 
 import functools
@@ -15,14 +15,14 @@ import cuflash
 
 LAYERS, WIDTH, HEADS, HEADS_KV, HEAD_DIM, HIDDEN, VOCAB = 3, 256, 4, 2, 64, 512, 256
 PROMPTS, PAGE = [5, 130, 1, 260], 16  # tokens of each prompt; keys of a page
-SPLIT = 128  # keys of a split: with one such number, a row of attention has the same bits in calls of all kinds
-# x (rows, n) times w (n, m): a thread for each element of y, which adds up from the first product to the last.
+SPLIT = 128  # split_size, keys of a split: with a fixed one, a row of attention has the same bits in all calls
+# x (rows, n) times w (n, m): one thread for each element of y adds products from first to last.
 PRODUCT = "float sum = 0; for (int k = 0; k < n; ++k) sum += x[i / m * n + k] * w[k * m + i % m]; y = sum;"
 KERNEL = "raw float32 x, raw float32 w, int32 n, int32 m", "float32 y", PRODUCT, "product_by_rows"
 
 
 class Decoder:
-    """Layers of attention with grouped heads and of a perceptron, each after an RMSNorm; random weights."""
+    """A decoder of grouped-query attention and perceptrons, each after an RMSNorm, with random weights."""
 
     def __init__(self, xp: Any, positions: int) -> None:
         self.xp, self.product = xp, None if xp is np else xp.ElementwiseKernel(*KERNEL)
@@ -37,8 +37,8 @@ class Decoder:
         self.cos, self.sin = xp.asarray(np.cos(angles), "float32"), xp.asarray(np.sin(angles), "float32")
 
     def times(self, x: Any, w: Any) -> Any:
-        # why not x @ w: libraries choose the order of a matrix product's sums by its number of rows, and a decode step
-        # has fewer rows than a training step. Here each row is a product of its own, whatever rows stand beside it.
+        # Not x @ w: the order of sums in a library's matrix product depends on the number of rows, and a decode step
+        # has fewer rows than a training step. Here each row is computed independently of the others.
         if self.product is None:
             return (x[:, None] @ w)[:, 0]
         return self.product(x, w, *w.shape, self.xp.empty((len(x), w.shape[1]), "float32"))
@@ -47,7 +47,7 @@ class Decoder:
         return x / self.xp.sqrt(self.times(x * x, self.mean) + 1e-5)
 
     def logits(self, tokens: Any, attend: Any) -> Any:
-        """(rows, VOCAB) from tokens (rows,). Rows meet in attend(layer, q, k, v) alone."""
+        """Returns logits (rows, VOCAB) of tokens (rows,). Only attend(layer, q, k, v) mixes rows."""
         x, times = self.weights[0]["first"][tokens], self.times
         for layer, w in enumerate(self.weights):
             y = self.norm(x)
@@ -63,18 +63,18 @@ class Decoder:
 
 
 def generate(model: Decoder, tokens: Any, count: int, stream: Any) -> Any:
-    """Writes `count` tokens behind each prompt in its row of tokens; returns log_probs, of the shape of tokens."""
+    """Writes `count` tokens behind each prompt in its row of tokens; returns log_probs in the shape of tokens."""
     xp, (batch, most), num_pages = model.xp, tokens.shape, sum(-(-(length + count) // PAGE) for length in PROMPTS)
-    # All that changes is changed on the device, in place, so that a graph of one step is a graph of every step.
+    # All state changes in place on the device, so that one captured graph serves every step.
     caches = xp.full((LAYERS, 2, num_pages, PAGE, HEADS_KV, HEAD_DIM), np.nan, model.dtype)
     table, taken = xp.full((batch, -(-most // PAGE)), -1, "int32"), xp.zeros((), "int64")
     used, newest, log_probs = xp.zeros(batch, "int32"), xp.zeros(batch, "int64"), xp.zeros((batch, most), "float32")
     noise = xp.asarray(np.random.default_rng(1).gumbel(size=(most, VOCAB)), "float32")
 
     def extend(new: Any, cu: Any) -> None:
-        """Takes in packed tokens, cu[b] … cu[b + 1] - 1 of sequence b, and draws the one that follows each sequence."""
+        """Reads packed tokens, cu[b] … cu[b + 1] - 1 of sequence b, and draws the next token of each sequence."""
         lengths = used + cu[1:] - cu[:-1]
-        lacks = (xp.arange(table.shape[1]) * PAGE < lengths[:, None]) & (table < 0)  # pages, which it then gets
+        lacks = (xp.arange(table.shape[1]) * PAGE < lengths[:, None]) & (table < 0)  # True for each page to allocate
         table[...] = xp.where(lacks, taken + xp.cumsum(lacks, dtype="int64").reshape(lacks.shape) - 1, table)
         taken[...] += lacks.sum()
 
@@ -94,9 +94,9 @@ def generate(model: Decoder, tokens: Any, count: int, stream: Any) -> Any:
 
     extend(xp.concatenate([tokens[b, :n] for b, n in enumerate(PROMPTS)]), xp.asarray(np.cumsum([0, *PROMPTS]), "i4"))
     step = functools.partial(extend, newest, xp.arange(batch + 1, dtype="int32"))
-    step()  # compiles what no capture can
+    step()  # compiles the kernels, which is impossible during a capture
     if stream is not None:
-        memory = xp.cuda.MemoryPool()  # why: what the graph writes to is then nobody else's
+        memory = xp.cuda.MemoryPool()  # memory for the graph alone
         with xp.cuda.using_allocator(memory.malloc):
             stream.begin_capture()
             step()
@@ -104,16 +104,16 @@ def generate(model: Decoder, tokens: Any, count: int, stream: Any) -> Any:
     for _ in range(count - 2):
         step()
     if stream is not None:
-        stream.synchronize()  # why: the graph and its memory end here
+        stream.synchronize()  # the graph and its memory are freed at the return
     return log_probs
 
 
 def in_training(model: Decoder, sequences: list[Any]) -> Any:
-    """The log-probability of every token but the first of each sequence, by one packed forward."""
+    """Returns the log-probability of every token but the first of each sequence, by one packed forward."""
     xp, cu = model.xp, model.xp.asarray(np.cumsum([0, *(len(tokens) - 1 for tokens in sequences)]), "int32")
     rows = xp.concatenate([xp.arange(len(tokens) - 1) for tokens in sequences])
 
-    def rope(x: Any) -> Any:  # as append_kv does it: computed in float32, rounded once
+    def rope(x: Any) -> Any:  # as in append_kv: computed in float32, rounded once
         (a, b), cos, sin = xp.split(x.astype("float32"), 2, axis=2), model.cos[rows, None], model.sin[rows, None]
         return xp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=2).astype(x.dtype)
 
@@ -125,7 +125,7 @@ def in_training(model: Decoder, sequences: list[Any]) -> Any:
 
 
 def main(count: int = 100, xp: Any = np, stream: Any = None) -> int:
-    """Generates so many tokens for each prompt, runs the training forward, and compares."""
+    """Generates `count` tokens for each prompt, runs the training forward, and compares."""
     shape, most = (1, 1, HEADS, HEAD_DIM), max(PROMPTS) + max(count, 2)
     try:
         if cuflash.plan(shape, shape, shape, dtype="float16").device != "cpu":
@@ -142,7 +142,7 @@ def main(count: int = 100, xp: Any = np, stream: Any = None) -> int:
     trained = xp.stack([packed[end - count : end] for end in np.cumsum([n + count - 1 for n in PROMPTS])])
     drawn = xp.stack([log_probs[b, length : length + count] for b, length in enumerate(PROMPTS)])
     apart = float(abs(trained - drawn).max())
-    if xp is np:  # where no equal bits are promised
+    if xp is np:  # equal bits are not promised on the CPU
         print(f"Log-probabilities in training: all {drawn.size} are at most {apart:.1e} apart.")
         return int(not apart < 1e-4)
     equal = int((trained == drawn).sum())

@@ -1,8 +1,8 @@
-"""Documents that lie one after the other in each sequence: a mask_mod, its block mask, and the packed call.
+"""Consecutive documents in each sequence: by a mask_mod, by its block mask, and by a packed call.
 
-A mask needs no packing, and goes with any other mask. A block mask finds once, for all layers, which tiles of 64 x 64
-scores show nothing. Where sequences have no padding, the packed call gives the same numbers. It runs with each array
-library that is installed, on a GPU where there is one; it exits with 1 if the results differ.
+A mask_mod needs no packing, and combines with any other mask. A block mask computes once, for all layers, the empty
+tiles of 64 x 64 scores. If sequences have no padding, the packed call gives equal results. It runs with each installed
+array library, on a GPU if there is one. It exits with 1 if the results differ.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def main() -> int:
 
 
 def compared(library: Library, arrays: list[Any]) -> int:
-    """1 if the three ways differ."""
+    """Compares the three ways with one library; returns 1 if they differ, else 0."""
     q, k, v, dout = (library.of_numpy(x) for x in arrays)
     offsets = library.of_numpy(np.cumsum((0, *LENGTHS), dtype="int32"))
     document = mods.document(offsets)
-    # An array that changes needs a new block mask; batch and heads of 1 stand for all.
+    # If the captured array changes, a new block mask is needed. Batch and heads of 1 serve all.
     block_mask = cuflash.create_block_mask(document, 1, 1, SEQLEN, SEQLEN, like=q)
     print(f"{library.name}: {block_mask}")
 

@@ -1,8 +1,8 @@
-"""A score and a mask_mod: the same functions on NumPy, CuPy, PyTorch and JAX arrays.
+"""A score_mod and a mask_mod on NumPy, CuPy, PyTorch and JAX arrays.
 
-Functions of scalars are traced once and become a part of the kernel; arrays that they refer to are of the library of q.
-It runs with each library that is installed, on a GPU where cuflash and the library have one, else on the CPU; it exits
-with 1 if a result is wrong. `libraries` is shared by the other examples of this kind.
+The functions take scalars, are traced once, and become part of the kernel; arrays that they refer to must belong to the
+library of q. It runs with each installed library, on a GPU if cuflash and the library can use one, else on the CPU. It
+exits with 1 if a result is wrong. Other examples of this kind import `libraries` from here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHAPE = BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 200, 4, 64
 
 
 class Library(NamedTuple):
-    """An array library, and the ways from NumPy to it and back."""
+    """An array library, with conversions from and to NumPy."""
 
     name: str
     of_numpy: Callable[[Any], Any]
@@ -29,7 +29,7 @@ class Library(NamedTuple):
 
 
 def libraries() -> Iterator[Library]:
-    """Each array library that is installed."""
+    """Yields each installed array library."""
     try:
         has_gpu = cuflash.plan(SHAPE, SHAPE, SHAPE, dtype="float16").device != "cpu"
     except cuflash.UnsupportedError as error:
@@ -47,7 +47,7 @@ def libraries() -> Iterator[Library]:
         name = f"PyTorch on the {'GPU' if place == 'cuda' else 'CPU'}"
         yield Library(name, lambda x: torch.tensor(x, device=place), lambda x: x.detach().cpu().numpy())
     if find_spec("jax"):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # why: JAX would take most of the GPU's memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX reserves most of the GPU's memory
         import jax
 
         on_gpu = has_gpu and any(each.platform == "gpu" for each in jax.devices())
@@ -56,7 +56,7 @@ def libraries() -> Iterator[Library]:
 
 
 def near(strength: Any) -> Callable[..., Any]:
-    """Scores of far keys become smaller, up to a distance; `strength` (heads,) is read by each call."""
+    """Returns a score_mod that lowers scores by distance, up to 50; each call reads `strength` (heads,)."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         distance = abs(q_idx - k_idx)
@@ -68,12 +68,12 @@ def near(strength: Any) -> Callable[..., Any]:
 
 
 def even_or_first(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    """Keys of even numbers, and in the first sequence of the batch the first 16 as well."""
+    """Returns True for keys of even index, and for the first 16 keys of the batch's first sequence."""
     return (k_idx % 2 == 0) | ((b == 0) & (k_idx < 16))
 
 
 def main() -> int:
-    """Runs the same call everywhere and compares it with whole matrices in float64."""
+    """Runs the call with each library and compares it with whole matrices in float64."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(SHAPE).astype("float16") for _ in range(3))
     strength = np.array([0.5, 0.25, 0.1, 0.0], "float32")

@@ -1,6 +1,7 @@
-"""Passes memory through three libraries without a copy: PyTorch's tensors to cuflash, and its result to JAX.
+"""Passes memory through three libraries without a copy: PyTorch tensors to cuflash, and the result to JAX.
 
-It runs on a GPU if PyTorch and JAX both have one, else on the CPU; it exits with 1 if the result is a copy or wrong.
+It runs on a GPU if PyTorch and JAX both have one, else on the CPU. It exits with 1 if the result is wrong, or is a copy
+on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from packages import explain_missing
 
 import cuflash
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # why: JAX would take most of the GPU's memory at once
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX reserves most of the GPU's memory
 
 with explain_missing():
     import jax
@@ -21,7 +22,7 @@ with explain_missing():
 
 
 def main() -> int:
-    """Attention on PyTorch's tensors, read by JAX."""
+    """Runs attention on PyTorch tensors, and reads the result in JAX."""
     gpus = torch.cuda.is_available() and any(device.platform == "gpu" for device in jax.devices())
     device, dtype = ("cuda", torch.bfloat16) if gpus else ("cpu", torch.float32)
     print(f"Running on the {'GPU' if gpus else 'CPU'}.")
@@ -31,7 +32,7 @@ def main() -> int:
     handed = jax.dlpack.from_dlpack(out)
     shared = handed.unsafe_buffer_pointer() == out.data_ptr()
     print(f"PyTorch's {tuple(out.shape)} and JAX's {handed.shape} {'share their memory' if shared else 'are copies'}.")
-    if gpus and not shared:  # on the CPU JAX copies what does not start at a multiple of 64 bytes
+    if gpus and not shared:  # on the CPU, JAX copies arrays that do not start at a multiple of 64 bytes
         return 1
 
     exact = jax.nn.dot_product_attention(*(jnp.asarray(x.float().cpu().numpy()) for x in (q, k, v)), is_causal=True)

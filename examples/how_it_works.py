@@ -1,14 +1,14 @@
-"""Draws how cuflash computes attention: which tiles of the scores exist, and how warps of a Hopper GPU share the work.
+"""Draws the algorithm of cuflash: the computed tiles of the scores, and the division of work among warps on Hopper.
 
     python examples/how_it_works.py [FILE]        default how_it_works.png; needs matplotlib, no GPU
 
-Left: a causal problem. Each block of queries stays in registers and shared memory, and walks over the tiles of keys and
-values that some of its queries see, the last one first. A tile is made, used and forgotten, so that no matrix of all
-scores is in memory. Tiles above the diagonal are skipped, and only those that it crosses look at the mask.
+Left: a causal problem. Each block of queries stays in registers and shared memory, and loops over the key tiles that
+some of its queries see, last to first. A tile of scores is computed, used and discarded, so that the matrix of all
+scores is never in memory. Tiles above the diagonal are skipped, and only tiles that it crosses apply the mask.
 
-Right: one block of queries on Hopper. One warp copies tiles of k and v into a ring in shared memory. Two warpgroups own
-half of the queries each, and take turns: while the tensor cores make the products of one, the other computes exp. The
-last p v goes with the first products of the next block of queries.
+Right: one block of queries on Hopper. One warp copies tiles of k and v into a ring in shared memory. Two warpgroups
+have half of the queries each, and alternate: while the tensor cores compute products of one, the other computes exp.
+The last p v runs with the first products of the next block of queries.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ with explain_missing():
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#DDDDDD"
 TILES = 8
-AT_WORK = 5  # the block of queries that is drawn at work
+AT_WORK = 5  # index of the highlighted block of queries
 
 
 def box(axes: Any, x: float, y: float, width: float, height: float, colour: str, text: str = "") -> None:
-    """A filled box with a text in it."""
+    """Draws a filled box with a text in it."""
     axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", lw=1.5))
     on = "white" if colour in (BLUE, GREEN) else "black"
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, color=on)
 
 
 def draw_tiles(axes: Any) -> None:
-    """The scores of a causal problem: rows of tiles are blocks of queries, columns are tiles of keys."""
+    """Draws the scores of a causal problem: rows are blocks of queries, columns are tiles of keys."""
     for row in range(TILES):
         for column in range(TILES):
             colour = GREY if column > row else ORANGE if column == row else BLUE
@@ -57,7 +57,7 @@ def draw_tiles(axes: Any) -> None:
 
 
 def draw_warps(axes: Any) -> None:
-    """Who does what over time, in one block of queries."""
+    """Draws the work of each warp over time, for one block of queries."""
     lanes = {"a warp copies": 0.0, "warpgroup 1": 1.4, "warpgroup 2": 2.8}
     steps = 4
     for step in range(steps):
@@ -79,7 +79,7 @@ def draw_warps(axes: Any) -> None:
 
 
 def main() -> None:
-    """Draws both."""
+    """Draws both pictures into a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", default="how_it_works.png", help="the picture; default %(default)s")
     path = parser.parse_args().file

@@ -1,8 +1,8 @@
 """A causal attention layer in JAX that learns to recall, by plain SGD through `cuflash.frameworks.jax.attention`.
 
-Every sequence repeats 8 tokens in an order of its own, so the next token is known only from what followed the same
-token before. The whole run is one jitted scan. It runs on a GPU if JAX and CuPy can use one, else on the CPU with NumPy
-arrays; it exits with 1 if the loss has not fallen to a fifth.
+Every sequence repeats 8 tokens in a random order, so the next token follows only from an earlier repetition. The whole
+run is one jitted scan. It runs on a GPU if JAX and CuPy can use one, else on the CPU with NumPy arrays. It exits with 1
+if the loss has not fallen to a fifth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RATE = 4.0
 
 
 def main(steps: int = 150) -> int:
-    """Trains and prints the loss."""
+    """Trains, prints the loss, and returns the exit code."""
     with jax.default_device(find_device()):
         losses = train(jax.random.key(0), steps)
         for step in range(0, steps + 1, 15):
@@ -35,7 +35,7 @@ def main(steps: int = 150) -> int:
 
 
 def find_device() -> Any:
-    """A GPU that cuflash and JAX can use, else the CPU."""
+    """Returns a GPU that cuflash and JAX can use, else the CPU."""
     shape = (BATCH, SEQLEN, HEADS, HEAD_DIM)
     try:
         if cuflash.plan(shape, shape, shape, op="backward", dtype="float32", causal=True).device != "cpu":
@@ -66,7 +66,7 @@ def train(key: Any, steps: int) -> Any:
 
 
 def sequences(key: Any) -> tuple[Any, Any]:
-    """Each token beside the one before it, (batch, seqlen, 2 tokens), and the token after, (batch, seqlen, tokens)."""
+    """Returns each token with its predecessor, (batch, seqlen, 2 tokens), and the next one, (batch, seqlen, tokens)."""
     order = jax.vmap(lambda k: jax.random.permutation(k, TOKENS))(jax.random.split(key, BATCH))
     one_hot = jnp.tile(jax.nn.one_hot(order, TOKENS), (1, SEQLEN // TOKENS + 1, 1))
     before, now, after = (jnp.roll(one_hot, shift, axis=1)[:, :SEQLEN] for shift in (1, 0, -1))
@@ -74,11 +74,11 @@ def sequences(key: Any) -> tuple[Any, Any]:
 
 
 def loss(weights: dict[str, Any], x: Any, target: Any) -> Any:
-    """Cross-entropy of the next token where it can be known."""
+    """Returns the cross-entropy of predictable next tokens."""
     q, k, v = ((x @ weights[name]).reshape(BATCH, SEQLEN, HEADS, HEAD_DIM) for name in "qkv")
     out = attention(q, k, v, causal=True)
     logits = out.reshape(BATCH, SEQLEN, -1) @ weights["o"]
-    predictable = slice(TOKENS, None)  # when a token comes first, what follows it cannot be known
+    predictable = slice(TOKENS, None)  # the first occurrence of a token does not determine the next one
     return -(target * jax.nn.log_softmax(logits)).sum(axis=2)[:, predictable].mean()
 
 

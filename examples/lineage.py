@@ -1,7 +1,7 @@
-"""What FlashAttention, FlashAttention-2 and FLASH-D know of one query after each tile of keys, until all end equal.
+"""States of FlashAttention, FlashAttention-2 and FLASH-D for one query after each tile of keys, with equal results.
 
-It prints the state of the row tile by tile, checks that the three results and that of the library agree, and with
-`--picture FILE` draws it (matplotlib). It exits with 1 if a result is another one.
+It prints the state of the row tile by tile, and checks that the three results agree with the library's. With
+`--picture FILE` it draws the states (matplotlib). It exits with 1 if a result differs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def main() -> int:
     parser.add_argument("--picture", metavar="FILE", help="draw the states into FILE; needs matplotlib")
     picture = parser.parse_args().picture
     if picture is not None:
-        with explain_missing():  # why first: it says at once what is not installed
+        with explain_missing():  # before the computation, so that a missing package is reported at once
             import matplotlib
         matplotlib.use("Agg")
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((1, n, 1, HEAD_DIM)) for n in (1, KEYS, KEYS))
-    # why: so that the largest score is found late, and the states change on the way.
+    # Scores rise with the key index, so that the largest one comes late and the states change many times.
     k += q * np.linspace(-0.1, 0.12, KEYS)[:, None, None] + 0.05 * np.sin(np.arange(KEYS))[:, None, None] * q
     traces, ends = {}, {}
     for name in ALGORITHMS:
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def trace(name: str, q: Any, k: Any, v: Any) -> tuple[Trace, float]:
-    """The states of the row, before any key and after each tile, and the result; of o, its first number."""
+    """Returns the states of the row before any key and after each tile, and the result; of o, the first number."""
     algorithm: Any = ALGORITHMS[name]
     state, states = algorithm.start(1, HEAD_DIM, q.dtype), []
     scores = (q[0, :, 0] @ k[0, :, 0].T) / np.sqrt(HEAD_DIM)
@@ -71,14 +71,14 @@ def trace(name: str, q: Any, k: Any, v: Any) -> tuple[Trace, float]:
 
 
 def exactly(q: Any, k: Any, v: Any) -> float:
-    """Attention written out: the first number of its row."""
+    """Returns the first number of attention, written out."""
     scores = k[0, :, 0] @ q[0, 0, 0] / np.sqrt(HEAD_DIM)
     p = np.exp(scores - scores.max())
     return float(p @ v[0, :, 0, 0] / p.sum())
 
 
 def on_a_gpu(*arrays: Any) -> tuple[str, tuple[Any, ...]]:
-    """Where this runs and the arrays there: in float32 on a GPU, as they are on the CPU."""
+    """Returns "GPU" and float32 copies of the arrays there, or "CPU" and the arrays themselves."""
     try:
         device = cuflash.plan(*(x.shape for x in arrays), dtype="float32").device
     except cuflash.UnsupportedError as error:
@@ -92,7 +92,7 @@ def on_a_gpu(*arrays: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def draw(traces: dict[str, Trace], exact: float, path: str) -> None:
-    """A column for each algorithm: what it keeps beside o, and o."""
+    """Draws a column for each algorithm: its statistics above, o below."""
     from matplotlib import pyplot
 
     titles = {

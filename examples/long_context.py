@@ -1,7 +1,7 @@
-"""Longer and longer sequences in the same memory: standard attention runs out of it, and flash attention goes on.
+"""Sequences of growing length in a fixed memory: standard attention runs out of memory, flash attention does not.
 
-It prints the memory that each call takes and, with `--picture FILE`, draws it (matplotlib). On a GPU both may use
-4 GiB, on the CPU 512 MiB. It exits with 1 if flash attention runs out of memory, or if the two differ where both run.
+It prints the memory of each call and, with `--picture FILE`, draws it (matplotlib). Both may use 4 GiB on a GPU, and
+512 MiB on the CPU. It exits with 1 if flash attention runs out of memory, or if the two differ where both run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GPU, CPU = "GPU", "CPU"
 BUDGET = {GPU: 4 << 30, CPU: 512 << 20}  # bytes
 LENGTHS = {GPU: [2**n for n in range(10, 21)], CPU: [2**n for n in range(9, 14)]}
 ALGORITHMS = {"standard": "standard attention", "flash2": "flash attention"}
-Peaks = dict[str, dict[int, float]]  # by algorithm and length: MiB, NaN where there was not enough
+Peaks = dict[str, dict[int, float]]  # by algorithm and length: MiB, NaN if memory ran out
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--picture", metavar="FILE", help="draw the memory into FILE; needs matplotlib")
     picture = parser.parse_args().picture
     if picture is not None:
-        with explain_missing():  # why first: it says at once what is not installed
+        with explain_missing():  # before the computation, so that a missing package is reported at once
             import matplotlib
         matplotlib.use("Agg")
     where = find()
@@ -45,7 +45,7 @@ def main() -> int:
         results = []
         for name in ALGORITHMS:
             if np.isnan(list(peaks[name].values())[-1:]).any():
-                continue  # it has run out before
+                continue  # it ran out of memory at a smaller length
             call = partial(cuflash.forward, *arrays, causal=True, algorithm=name)
             result, peaks[name][length] = measured(where, call)
             results += [] if result is None else [result]
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def find() -> str:
-    """Where this runs."""
+    """Returns GPU or CPU, where this runs."""
     try:
         return CPU if cuflash.plan(*[(1, 8, 1, 64)] * 3, dtype="float16").device == "cpu" else GPU
     except cuflash.UnsupportedError as error:
@@ -71,7 +71,7 @@ def find() -> str:
 
 
 def inputs(where: str, length: int) -> list[Any]:
-    """q, k and v."""
+    """Returns q, k and v."""
     rng = np.random.default_rng(0)
     host = [rng.standard_normal((1, length, 4, 64), dtype=np.float32) for _ in range(3)]
     if where == CPU:
@@ -82,7 +82,7 @@ def inputs(where: str, length: int) -> list[Any]:
 
 
 def measured(where: str, call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of a call and the most memory that it took, in MiB; None and NaN where there was not enough."""
+    """Returns the result of a call and its peak memory in MiB; None and NaN if memory ran out."""
     with on_the_gpu() if where == GPU else on_the_cpu() as peak:
         try:
             result = call()
@@ -93,7 +93,7 @@ def measured(where: str, call: Callable[[], Any]) -> tuple[Any, float]:
 
 @contextlib.contextmanager
 def on_the_gpu() -> Iterator[Callable[[], float]]:
-    """Memory of a pool of its own, with an end."""
+    """Uses a separate memory pool with a limit; yields a function that returns the pool's bytes."""
     import cupy
 
     pool = cupy.cuda.MemoryPool()
@@ -104,7 +104,7 @@ def on_the_gpu() -> Iterator[Callable[[], float]]:
 
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[Callable[[], float]]:
-    """Memory of this process, with an end where the system has such limits."""
+    """Limits the memory of this process, if the system can; yields a function that returns the peak in bytes."""
     limit = None
     with contextlib.suppress(ImportError, OSError):
         import resource
@@ -123,7 +123,7 @@ def on_the_cpu() -> Iterator[Callable[[], float]]:
 
 
 def draw(where: str, peaks: Peaks, path: str) -> None:
-    """Memory by length, and where it ends."""
+    """Draws memory by length, and the limit."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")

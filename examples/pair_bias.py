@@ -1,8 +1,8 @@
-"""Attention of structure prediction: rows of a matrix of pairs share a bias, which is learned.
+"""Attention of structure prediction: rows of a matrix of pairs share a learned bias.
 
-`triangle_attention` is the forward call. Gradients, among them that of the bias, come from `backward`, where rows are
-the batch and the bias is broadcast; no sum over rows is left to the caller. It runs with each array library that is
-installed, on a GPU where there is one; it exits with 1 if a result is wrong.
+`triangle_attention` is the forward call. `backward` returns the gradients, also of the bias: rows are the batch, the
+bias is broadcast, and its gradient is already summed over rows. It runs with each installed array library, on a GPU if
+there is one. It exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def main() -> int:
     q, k, v, dout = (rng.standard_normal((1, ROWS, HEADS, SEQLEN, HEAD_DIM)).astype("float32") for _ in range(4))
     bias = rng.standard_normal((1, HEADS, SEQLEN, SEQLEN)).astype("float32")
     mask = rng.random((1, ROWS, SEQLEN)) < 0.8
-    mask[0, 0] = False  # a row that sees nothing: its outputs and gradients are 0
+    mask[0, 0] = False  # a row that sees no key: its outputs and gradients are 0
     exact = by_matrices(*(x[0].astype(float) for x in (q, k, v, dout, bias, mask)))
     arrays = [q, k, v, dout, bias, mask]
     return max([compared(library, arrays, exact) for library in libraries()])
 
 
 def compared(library: Library, arrays: list[Any], exact: tuple[Any, Any]) -> int:
-    """1 if a result is wrong."""
+    """Compares one library with the exact results; returns 1 if a result is wrong, else 0."""
     q, k, v, dout, bias, mask = (library.of_numpy(x) for x in arrays)
     results = cuflash.triangle_attention(q, k, v, bias, mask)
     _dq, _dk, _dv, dbias = gradients(dout, q, k, v, bias, mask)
@@ -42,7 +42,7 @@ def compared(library: Library, arrays: list[Any], exact: tuple[Any, Any]) -> int
 
 
 def gradients(dout: Any, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> tuple[Any, ...]:
-    """Gradients of q, k, v and of the bias: those of all rows of one matrix, added up in float32."""
+    """Returns gradients of q, k, v and of the bias, which is summed over all rows of one matrix in float32."""
     dout, q, k, v = (x[0].swapaxes(1, 2) for x in (dout, q, k, v))  # (rows, seqlen, heads, head_dim), without a copy
     visible = mask[0]
 
@@ -56,7 +56,7 @@ def gradients(dout: Any, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> tuple[
 
 
 def by_matrices(q: Any, k: Any, v: Any, dout: Any, bias: Any, mask: Any) -> tuple[Any, Any]:
-    """out and the gradient of the bias, written out in float64."""
+    """Returns out and the gradient of the bias, written out in float64."""
     s = np.einsum("rhid,rhjd->rhij", q, k) / np.sqrt(HEAD_DIM) + bias
     p = np.exp(s - s.max(axis=3, keepdims=True)) * mask[:, None, None]
     p /= np.maximum(p.sum(axis=3, keepdims=True), 1e-30)

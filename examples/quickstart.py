@@ -1,6 +1,6 @@
-"""Computes exact causal attention on a GPU with CuPy arrays if there is one, else on the CPU with NumPy arrays.
+"""Computes exact causal attention on a GPU with CuPy arrays, or on the CPU with NumPy arrays if there is no GPU.
 
-It checks the result against float64 and prints size, time and error; it exits with 1 if the error is over the bound.
+It checks the result against float64, and prints size, time and error. It exits with 1 if the error is over the bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 import cuflash
 
-# The largest relative error of a row: 4 roundings of float16, as p and out are rounded; for float32, of long sums.
+# Bounds on the relative error of a row. float16: 4 roundings, as p and out are rounded. float32: errors of long sums.
 BOUNDS = {"float16": 4 * 2.0**-11, "float32": 1e-5}
 
 
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def find_device(shape: tuple[int, ...], dtype: str) -> str:
-    """The name of the GPU that this would run on, or "cpu"."""
+    """Returns the name of the GPU that runs this, or "cpu"."""
     try:
         return cuflash.plan(shape, shape, shape, dtype=dtype, causal=True).device
     except cuflash.UnsupportedError as error:
@@ -64,7 +64,7 @@ def find_device(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def largest_error(out: Any, q: Any, k: Any, v: Any) -> float:
-    """The largest |out - exact| / |exact| of 16 sampled rows, where exact is float64 attention written out."""
+    """Returns the largest |out - exact| / |exact| of 16 sampled rows; exact is attention written out in float64."""
     errors = []
     rng = np.random.default_rng(1)
     for _ in range(16):

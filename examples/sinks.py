@@ -1,8 +1,8 @@
 """Attention of gpt-oss: grouped heads, a window of 128 keys, and a learned sink for each head.
 
-A sink is one more logit in the softmax of its head, without a value: it takes a share of the weights, so that a query
-may attend to less than all. It runs with each array library that is installed, on a GPU where there is one; it exits
-with 1 if results or the gradient of the sinks are wrong.
+A sink is one more logit in the softmax of its head, without a value. It takes a fraction of the weights, so that the
+weights of the keys sum to less than 1. It runs with each installed array library, on a GPU if there is one. It exits
+with 1 if a result or the gradient of the sinks is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from every_library import Library, libraries
 import cuflash
 
 BATCH, SEQLEN, HEADS, HEADS_KV, HEAD_DIM = 1, 300, 8, 1, 64
-WINDOW = 128  # keys that a query sees, its own among them
+WINDOW = 128  # keys that a query sees, including the key at its position
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def compared(library: Library, arrays: list[Any], host_sinks: Any, exact: tuple[Any, ...]) -> int:
-    """1 if a result is wrong."""
+    """Compares one library with the exact results; returns 1 if a result is wrong, else 0."""
     q, k, v, dout = (library.of_numpy(x) for x in arrays)
     sinks = library.of_numpy(host_sinks)
     call: dict[str, Any] = {"causal": True, "window_size": (WINDOW - 1, 0), "sinks": sinks}
@@ -43,7 +43,7 @@ def compared(library: Library, arrays: list[Any], host_sinks: Any, exact: tuple[
 
 
 def by_matrices(q: Any, k: Any, v: Any, dout: Any, sinks: Any) -> tuple[Any, Any, Any]:
-    """out, lse and the gradient of the sinks, written out in float64."""
+    """Returns out, lse and the gradient of the sinks, written out in float64."""
     k, v = (np.repeat(x, HEADS // HEADS_KV, axis=2) for x in (k, v))
     s = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(HEAD_DIM)
     i, j = np.ogrid[:SEQLEN, :SEQLEN]
@@ -55,7 +55,7 @@ def by_matrices(q: Any, k: Any, v: Any, dout: Any, sinks: Any) -> tuple[Any, Any
     total = p.sum(axis=3, keepdims=True)
     p /= total
     out = np.einsum("bhij,bjhd->bihd", p[..., :-1], v)
-    # The sink has no value, so that a loss feels its weight only by what that takes from the others.
+    # A sink has no value: its gradient comes only from the weight that it takes from the keys.
     delta = (dout * out).sum(axis=3).swapaxes(1, 2)
     return out, (largest + np.log(total))[..., 0], -(p[..., -1] * delta).sum(axis=(0, 2))
 

@@ -1,7 +1,8 @@
-"""Trains a four-layer transformer with PyTorch twice: with cuflash, and with PyTorch's own attention.
+"""Trains a four-layer transformer in PyTorch twice: with cuflash, and with PyTorch's scaled_dot_product_attention.
 
-It trains in bfloat16 on 4 x 8192 tokens on a GPU, or in float32 on 4 x 64 tokens on the CPU, where it takes minutes. It
-prints losses and time per step of both, and exits with 1 if the losses differ by more than rounding explains.
+On a GPU it trains in bfloat16 on 4 x 8192 tokens. On the CPU it trains in float32 on 4 x 64 tokens, which takes
+minutes. It prints losses and time per step of both, and exits with 1 if the losses differ by more than rounding
+explains.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ with explain_missing():
     from cuflash.frameworks.torch import attention
 
 BATCH, HEADS, HEAD_DIM, LAYERS, TOKENS = 4, 4, 128, 4, 64
-COMPARED = 10  # steps whose losses are compared
+COMPARED = 10  # number of first steps whose losses are compared
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """Causal attention and a perceptron, each after a layer norm and inside a residual connection."""
+    """A block of causal attention and a perceptron, each after a layer norm and inside a residual connection."""
 
     def __init__(self, attend: Any) -> None:
         super().__init__()
@@ -36,14 +37,14 @@ class Block(nn.Module):  # type: ignore[misc]
         self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, seqlen, width) in and out."""
+        """Returns the block's output for x; both are (batch, seqlen, width)."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
         x = x + self.out(self.attend(q, k, v).flatten(2))
         return x + self.mlp(x)
 
 
 def parameter(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own attention, whose axes are in another order."""
+    """Runs PyTorch's attention, with axes (batch, heads, seqlen, head_dim)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -51,7 +52,7 @@ def parameter(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 def train(
     name: str, attend: Any, device: str, dtype: torch.dtype, seqlen: int, steps: int
 ) -> tuple[list[float], float]:
-    """The losses of all steps, and the seconds per step."""
+    """Returns the losses of all steps, and the seconds per step."""
     torch.manual_seed(0)
     width = HEADS * HEAD_DIM
     layers = [Block(attend) for _ in range(LAYERS)]
@@ -74,20 +75,20 @@ def train(
         optimizer.step()
         losses.append(loss.detach())
         if (step + 1) % max(1, steps // 10) == 0:
-            # why no loss: to read it, the host would wait for the GPU.
+            # Without the loss: reading it makes the host wait for the GPU.
             print(f"{name}: {step + 1} of {steps} steps", flush=True)
     return [float(loss) for loss in losses], (clock(device) - started) / (steps - steps // 2)
 
 
 def clock(device: str) -> float:
-    """The time in seconds once the GPU has finished all its work."""
+    """Waits for the GPU and returns the time in seconds."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def main() -> int:
-    """Trains both and compares."""
+    """Trains with both and compares the losses."""
     on_gpu = torch.cuda.is_available()
     device, dtype, seqlen, steps = ("cuda", torch.bfloat16, 8192, 50) if on_gpu else ("cpu", torch.float32, 64, 10)
     print(
@@ -98,7 +99,7 @@ def main() -> int:
     theirs, their_seconds = train("PyTorch", parameter, device, dtype, seqlen, steps)
     for name, losses, each in (("cuflash", ours, seconds), ("PyTorch", theirs, their_seconds)):
         print(f"{name}  loss {losses[0]:.3f} … {losses[-1]:.3f}, {each * 1e3:.1f} ms a step")
-    # why only the first: training amplifies any difference, and later losses differ as much between two equal runs.
+    # Only the first steps: training amplifies rounding, and later losses differ as much between two equal runs.
     apart = max(abs(x - y) for x, y in zip(ours[:COMPARED], theirs[:COMPARED], strict=True))
     print(f"{their_seconds / seconds:.2f} times as fast; losses of {COMPARED} steps are {apart:.1e} apart.")
     return int(not apart < (2e-2 if on_gpu else 1e-4) or not ours[-1] < ours[0])

@@ -1,8 +1,8 @@
 """A causal attention layer that learns to recall, by plain SGD on `cuflash.forward` and `cuflash.backward`.
 
-Every sequence repeats 8 tokens in an order of its own, so the next token is known only from what followed the same
-token before. It runs on a GPU with CuPy arrays if there is one, else on the CPU with NumPy arrays; it exits with 1 if
-the loss has not fallen to a fifth.
+Every sequence repeats 8 tokens in a random order, so the next token follows only from an earlier repetition. It runs on
+a GPU with CuPy arrays if there is one, else on the CPU with NumPy arrays. It exits with 1 if the loss has not fallen to
+a fifth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RATE = 4.0
 
 
 def main(steps: int = 150) -> int:
-    """Trains and prints the loss."""
+    """Trains, prints the loss, and returns the exit code."""
     xp = find_library()
     rng = np.random.default_rng(0)
     shapes = {"q": (2 * TOKENS, HEADS * HEAD_DIM), "k": (2 * TOKENS, HEADS * HEAD_DIM)}
@@ -38,7 +38,7 @@ def main(steps: int = 150) -> int:
 
 
 def find_library() -> Any:
-    """CuPy if attention and matrix products run on a GPU through it, else NumPy."""
+    """Returns CuPy if attention and matrix products run on a GPU through it, else NumPy."""
     shape = (BATCH, SEQLEN, HEADS, HEAD_DIM)
     try:
         if cuflash.plan(shape, shape, shape, op="backward", dtype="float32", causal=True).device != "cpu":
@@ -54,7 +54,7 @@ def find_library() -> Any:
 
 
 def sequences(rng: np.random.Generator) -> tuple[Any, Any]:
-    """Each token beside the one before it, (batch, seqlen, 2 tokens), and the token after, (batch, seqlen, tokens)."""
+    """Returns each token with its predecessor, (batch, seqlen, 2 tokens), and the next one, (batch, seqlen, tokens)."""
     order = rng.permuted(np.tile(np.arange(TOKENS), (BATCH, 1)), axis=1)
     one_hot = np.eye(TOKENS, dtype=np.float32)[np.tile(order, SEQLEN // TOKENS + 1)]
     before, now, after = (np.roll(one_hot, shift, axis=1)[:, :SEQLEN] for shift in (1, 0, -1))
@@ -62,13 +62,13 @@ def sequences(rng: np.random.Generator) -> tuple[Any, Any]:
 
 
 def loss_and_gradients(xp: Any, weights: dict[str, Any], x: Any, target: Any) -> tuple[float, dict[str, Any]]:
-    """Cross-entropy of the next token where it can be known, and its gradient with respect to every weight."""
+    """Returns the cross-entropy of predictable next tokens, and its gradient with respect to every weight."""
     q, k, v = ((x @ weights[name]).reshape(BATCH, SEQLEN, HEADS, HEAD_DIM) for name in "qkv")
     out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
     logits = out.reshape(BATCH, SEQLEN, -1) @ weights["o"]
     p = xp.exp(logits - logits.max(axis=2, keepdims=True))
     p /= p.sum(axis=2, keepdims=True)
-    predictable = slice(TOKENS, None)  # when a token comes first, what follows it cannot be known
+    predictable = slice(TOKENS, None)  # the first occurrence of a token does not determine the next one
     loss = -xp.log((p * target).sum(axis=2))[:, predictable].mean()
 
     dlogits = (p - target) / (BATCH * (SEQLEN - TOKENS))
@@ -80,7 +80,7 @@ def loss_and_gradients(xp: Any, weights: dict[str, Any], x: Any, target: Any) ->
 
 
 def flat(x: Any) -> Any:
-    """One row for each token of each sequence."""
+    """Returns x as one row for each token of each sequence."""
     return x.reshape(BATCH * SEQLEN, -1)
 
 

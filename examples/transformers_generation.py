@@ -1,7 +1,8 @@
-"""Generates text by a transformers model on cuflash; every token must be the same as on PyTorch's own attention.
+"""Generates tokens by a transformers model with cuflash, and checks that PyTorch's attention gives the same tokens.
 
-The model is a small Llama with random weights; `from_pretrained(name, attn_implementation="cuflash")` does the same for
-one from the hub. It runs on the GPU if there is one, else on the CPU; it exits with 1 if a token differs.
+The model is a small Llama with random weights; for one from the hub, use
+`from_pretrained(name, attn_implementation="cuflash")`. It runs on the GPU if there is one, else on the CPU. It exits
+with 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BATCH, PROMPT, NEW, HEADS, HEAD_DIM = 2, 100, 32, 4, 64
 
 
 def main() -> int:
-    """Generates with both, compares, and reports."""
+    """Generates with both implementations, compares, and reports."""
     register()
     device = find_device()
     prompt = torch.randint(1, 1000, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
@@ -36,7 +37,7 @@ def main() -> int:
 
 
 def find_device() -> str:
-    """Where cuflash runs: "cuda" or "cpu"."""
+    """Returns the device on which cuflash runs: "cuda" or "cpu"."""
     shape = (BATCH, PROMPT, HEADS, HEAD_DIM)
     try:
         if torch.cuda.is_available() and cuflash.plan(shape, shape, shape, dtype="float32").device != "cpu":
@@ -49,7 +50,7 @@ def find_device() -> str:
 
 
 def generate(implementation: str, device: str, prompt: Any) -> Any:
-    """The greedily chosen tokens (batch, new tokens) of the model on one implementation of attention."""
+    """Returns greedily chosen tokens (batch, new tokens) of the model with one implementation of attention."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HEADS * HEAD_DIM,
