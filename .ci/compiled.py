@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Tells `.ci/run` whether all kernels must be compiled, or a sample will do.
+"""Prints whether `.ci/run` must compile all kernels or a sample.
 
-    .ci/compiled.py          prints "sample" if every variant passed as it is now, else "all"
-    .ci/compiled.py write    records that it did; `.ci/run full` calls this at its end, and nothing else does
+    .ci/compiled.py          prints "sample" if every current variant has passed, else "all"
+    .ci/compiled.py write    records that all passed; only `.ci/run full` calls this, at its end
 
-The record holds the compilers' versions and a digest of what is compiled: options of every variant, and sources. A
-comment is no part of it, as no kernel depends on one.
+The record holds the compilers' versions and a digest of every variant's options and of all sources without comments.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from cuflash.runtime import compiler
 
 RECORD = ROOT / ".ci" / "compiled.json"
 ARCHS = ("sm_80", "sm_90")
-PINS = re.compile(r"nvidia-cuda-nvrtc==([\d.]+)")  # of .ci/run: the other NVRTC, which compiles every Hopper kernel
+PINS = re.compile(r"nvidia-cuda-nvrtc==([\d.]+)")  # in .ci/run: the other NVRTC, which compiles every Hopper kernel
 
 
 def code(path: Path) -> str:
@@ -35,7 +34,7 @@ def code(path: Path) -> str:
 
 
 def state() -> dict[str, object]:
-    """Returns what the record must equal: the digest of all variants, and the compilers."""
+    """Returns the current record: the digest of all variants, and the compilers."""
     kernels = [variant for arch in ARCHS for variant in variants(arch)]
     texts = sorted(repr((compiler.options(variant), variant.source)) for variant in kernels)
     digest = hashlib.sha256("".join(texts).encode())
@@ -48,7 +47,7 @@ def state() -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints what must be compiled, or writes the record."""
+    """Prints "sample" or "all", or writes the record."""
     if arguments == ["write"]:
         RECORD.write_text(json.dumps(state(), indent=1) + "\n", "utf-8")
     elif not arguments:

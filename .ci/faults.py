@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Plants faults in a copy of the tree, one at a time, and tells which of them the tests do not catch.
+"""Plants faults in copies of the tree, one at a time, and reports the faults that tests do not catch.
 
-    .ci/faults.py             all of them, on all cores; those of kernels where there is a GPU
-    .ci/faults.py mask        those whose name or file has this
-    .ci/faults.py kernels_cu  those of kernels, each of which is compiled anew
+    .ci/faults.py             all faults, on all cores; faults of kernels only if there is a GPU
+    .ci/faults.py mask        faults with this text in their name or file
+    .ci/faults.py kernels_cu  faults of kernels; each compiles its kernel
 
-A fault is caught if the tests named beside it fail, or do not end. It exits with 1 if one is not.
+A fault is caught if its tests fail or time out. It exits with 1 if a fault is not caught.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from cuflash.planning import device
 
 
 class Fault(NamedTuple):
-    """In this file of cuflash/ or kernels_cu/, `right` stands once, and becomes `wrong`.
+    """A fault in a file of cuflash/ or kernels_cu/: the text `right`, which occurs once, becomes `wrong`.
 
-    tests: files of tests/, by spaces; only: of their tests, as pytest's -k takes it.
+    tests: files of tests/, separated by spaces. only: an expression for pytest's -k that selects tests of these files.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Fault(NamedTuple):
         return self.file if self.is_of_kernel else f"cuflash/{self.file}"
 
 
-SECONDS = 400  # in which tests end, but for a kernel that waits for ever
+SECONDS = 400  # time limit of tests, for kernels that wait for ever
 KERNELS = "kernels_cu/"
 MASK, OPTIONS = "problem/mask.py", "problem/options.py"
 FAULTS = (
@@ -164,7 +164,7 @@ FAULTS = (
 
 
 def copied(to: Path) -> Path:
-    """A copy of what git tracks."""
+    """Copies the files that git tracks to a folder, and returns the folder."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in filter(None, names.split("\0")):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def copied(to: Path) -> Path:
 
 
 def is_caught(fault: Fault, tree: Path) -> bool:
-    """Whether tests fail in this copy, which is then as it was before."""
+    """Returns True if tests fail or time out in this copy with the fault, and restores the copy."""
     path = tree / fault.path
     text = path.read_text("utf-8")
     if text.count(fault.right) != 1:

@@ -1,7 +1,7 @@
-"""Figures of README.md and examples/results/README.md out of the files under examples/results.
+"""Figures in README.md and examples/results/README.md, from the files under examples/results.
 
-`readme_tables.py` writes them, and `readme_tables.py --check` tells whether they are those of the files. In README.md
-they stand between `<!-- NAME -->` and `<!-- end -->`; the other document is written as a whole.
+`readme_tables.py` writes the figures, and `readme_tables.py --check` fails if they differ from the files. In README.md
+they are between `<!-- NAME -->` and `<!-- end -->`; the other document is written as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cuflash.tools.bench import accuracy as of_errors
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "examples" / "results"
 GPUS = ("h200", "h100")  # folders; README.md shows the first that has a file
-KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that no kind before it has
+KINDS: dict[str, Callable[[str], bool]] = {  # kinds of models; the first that matches counts
     "language models, training": lambda name: name.endswith(", training"),
     "language models, prompts": lambda name: name.endswith(", prefill") or "new of" in name,
     "text encoders, proteins": lambda name: name.startswith(("BERT", "ModernBERT", "ESM")),
@@ -29,41 +29,41 @@ KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that 
     "speech": lambda name: name.startswith(("Whisper", "wav2vec")),
     "diffusion, video, structures": lambda name: True,
 }
-# Wrong results that others know of.
+# Issues in which other libraries track their wrong results.
 WRONG = {("FlashAttention-4", "backward"): " ([PR 2896](https://github.com/Dao-AILab/flash-attention/pull/2896))"}
-OURS = {"forward": "flash2", "backward": "backward"}  # ops, and the names of what is timed
+OURS = {"forward": "flash2", "backward": "backward"}  # by op, the name of the timed call
 Rows = list[dict[str, Any]]
 
 
 @cache
 def read(gpu: str, preset: str) -> dict[str, Any]:
-    """A file of the benchmark. gpu: its folder, "" for a file beside the folders."""
+    """Returns the content of a benchmark file. gpu: its folder, "" for a file beside the folders."""
     return dict(json.loads((RESULTS / gpu / f"{preset}.json").read_text("utf-8")))
 
 
 def card(gpu: str, preset: str) -> str:
-    """The name of the GPU that a file was measured on."""
+    """Returns the name of the GPU on which a file was measured."""
     return str(read(gpu, preset)["machine"]["gpus"][0]["name"])
 
 
 def rows_of(gpu: str, preset: str, op: str) -> Rows:
-    """What was timed of an op."""
+    """Returns the timed rows of an op."""
     return [row for row in read(gpu, preset)["rows"] if row["op"] == op and row["seconds"]]
 
 
 def first_of_ours(rows: Rows) -> Rows:
-    """The rows of our first contender."""
+    """Returns the rows of our first contender."""
     name = next(row["contender"] for row in rows if row["ours"])
     return [row for row in rows if row["contender"] == name]
 
 
 def best(row: dict[str, Any]) -> float | None:
-    """How many times as fast as the fastest peer it is; None if there is no peer."""
+    """Returns the ratio of a row's speed to the fastest peer; None without a peer."""
     return min(row["ratios"].values()) if row["ratios"] else None
 
 
 def table(heading: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Returns a table in Markdown."""
     head = list(heading)
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *map(list, lines)))
 
@@ -73,7 +73,7 @@ def times(ratio: float | None) -> str:
 
 
 def span(numbers: Iterable[float], places: int = 2) -> str:
-    """The least and the greatest of numbers, in words."""
+    """Returns the smallest and the largest number as text."""
     ordered = sorted(numbers)
     least, greatest = (f"{x:.{places}f}" for x in (ordered[0], ordered[-1]))
     return least if least == greatest else f"{least} to {greatest}"
@@ -84,7 +84,7 @@ def short(length: int) -> str:
 
 
 def speed(gpu: str, ops: tuple[str, ...], seqlens: tuple[int, ...] = ()) -> str:
-    """TFLOP/s by head dim, mask and length: all lengths, or some."""
+    """Returns a table of TFLOP/s by head dim, mask and length: all lengths, or the given ones."""
     by_op = {op: [x for x in first_of_ours(rows_of(gpu, "paper", op)) if x["dtype"] == "bfloat16"] for op in ops}
     seqlens = seqlens or tuple(lengths(by_op[ops[0]]))
     lines = []
@@ -99,14 +99,14 @@ def speed(gpu: str, ops: tuple[str, ...], seqlens: tuple[int, ...] = ()) -> str:
 
 
 def speed_in_words(op: str, gpu: str) -> str:
-    """How many times as fast as the fastest peers."""
+    """Returns a sentence with the mean and range of ratios to the fastest peers."""
     rows = [row for row in first_of_ours(rows_of(gpu, "paper", op)) if row["dtype"] == "bfloat16"]
     ratios = [ratio for row in rows if (ratio := best(row)) is not None]
     return f"{geometric_mean(ratios):.2f} times in the geometric mean of {len(ratios)} calls, {span(ratios)}"
 
 
 def models(gpu: str) -> str:
-    """Ratios to the fastest peer by kind of model."""
+    """Returns a table of ratios to the fastest peer by kind of model."""
     lines = []
     left = {op: first_of_ours(rows_of(gpu, "models", op)) for op in ("forward", "backward")}
     for kind, belongs in KINDS.items():
@@ -121,7 +121,7 @@ def models(gpu: str) -> str:
 
 
 def wrong(gpu: str) -> str:
-    """Of whom results were wrong, at which head dims."""
+    """Returns a list of peers with wrong results, and the head dims."""
     head_dims: dict[tuple[str, str], set[int]] = {}
     for row in read(gpu, "models")["rows"]:
         if row["wrong"]:
@@ -134,7 +134,7 @@ def wrong(gpu: str) -> str:
 
 
 def decode(gpu: str) -> str:
-    """µs a call and GB/s of decoding."""
+    """Returns a table of µs a call and GB/s of decoding."""
     lines = []
     for row in first_of_ours(rows_of(gpu, "decode", "forward")):
         rate = f"{row['num_bytes'] / row['seconds'] * 1e-9:.0f}"
@@ -145,7 +145,7 @@ def decode(gpu: str) -> str:
 
 
 def masks(gpu: str) -> str:
-    """TFLOP/s of masks and functions beside flex_attention."""
+    """Returns a table of TFLOP/s with masks and score_mods, and ratios to flex_attention."""
     lines = []
     by_op = {op: rows_of(gpu, "masks", op) for op in ("forward", "backward")}
     for name in dict.fromkeys(row["name"] for row in by_op["forward"]):
@@ -158,7 +158,7 @@ def masks(gpu: str) -> str:
 
 
 def memory(gpu: str) -> str:
-    """MiB that a call allocates by length."""
+    """Returns a table of MiB that a call allocates, by length."""
     rows = rows_of(gpu, "memory", "forward")
     lines = []
     for name in dict.fromkeys(row["contender"] for row in rows):
@@ -172,7 +172,7 @@ def lengths(rows: Rows) -> list[int]:
 
 
 def calls(gpu: str) -> str:
-    """Host time of repeated calls and time of first calls."""
+    """Returns tables of the host time of repeated calls, and of the time of first calls."""
     content = read(gpu, "paper")
     host_times = {name: x for name, x in content["host_seconds"].items() if "deterministic" not in name}
     host = [[name, f"{seconds * 1e6:.0f} µs"] for name, seconds in host_times.items()]
@@ -186,7 +186,7 @@ def calls(gpu: str) -> str:
 
 
 def install() -> str:
-    """Megabytes that pip downloads and installs."""
+    """Returns a table of megabytes that pip downloads and installs."""
     rows = json.loads((RESULTS / "install.json").read_text("utf-8"))["rows"]
     kinds = {"bytes": "downloads", "bytes_beside_torch": "beside PyTorch", "bytes_on_disk": "on disk"}
     lines = [[row["stack"], *(f"{row[kind] / 1e6:,.0f}" for kind in kinds)] for row in rows]
@@ -194,7 +194,7 @@ def install() -> str:
 
 
 def errors() -> dict[tuple[str, str, float], list[float]]:
-    """By kind of dtype, op and size of the scores, the largest ratios of our errors to those of the worst peer."""
+    """Returns ratios of our errors to the worst peer's, by kind of dtype, op and size of the scores."""
     _, rows = of_errors.read(RESULTS / "accuracy.json")
     ratios: dict[tuple[str, str, float], list[float]] = {}
     for row in rows:
@@ -205,7 +205,7 @@ def errors() -> dict[tuple[str, str, float], list[float]]:
 
 
 def accuracy() -> str:
-    """Our errors to the largest of the peers' by size of the scores."""
+    """Returns a table of ratios of our errors to the largest of the peers', by size of the scores."""
     ratios, lines = errors(), []
     for kind, size in dict.fromkeys((kind, size) for kind, _, size in ratios):
         both = [ratios.get((kind, op, size), []) for op in ("forward", "backward")]
@@ -214,7 +214,7 @@ def accuracy() -> str:
 
 
 def accuracy_in_words() -> str:
-    """The same in a sentence."""
+    """Returns these ratios of errors in a sentence."""
     ratios, (low, high) = errors(), of_errors.BETWEEN
 
     def chosen_ratios(kind: str, chosen: Callable[[str, float], bool]) -> list[float]:
@@ -231,7 +231,7 @@ def accuracy_in_words() -> str:
     )
 
 
-# What the second document has of a file of the benchmark: a text before each table.
+# Tables of the second document by benchmark file, each with the text before it.
 forward, backward = (partial(speed, ops=(op,)) for op in OURS)
 SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
     "paper": {
@@ -250,7 +250,7 @@ SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
 
 
 def details() -> str:
-    """The second document."""
+    """Returns the text of the second document."""
     parts = ["# Measured", "Written by `.ci/readme_tables.py` out of the files here."]
     for gpu in GPUS:
         files = {preset: path for preset in SECTIONS if (path := RESULTS / gpu / f"{preset}.json").is_file()}
@@ -271,12 +271,12 @@ def details() -> str:
 
 
 def shown(preset: str = "paper") -> str:
-    """The GPU of which README.md shows a preset."""
+    """Returns the GPU whose figures README.md shows for a preset."""
     return next(gpu for gpu in GPUS if (RESULTS / gpu / f"{preset}.json").is_file())
 
 
 def speeds() -> str:
-    """A table of speed, with where it was measured."""
+    """Returns a table of speed with a description of the machine."""
     gpu, ops = shown(), ("forward", "backward")
     versions = read(gpu, "paper")["machine"]["versions"]
     means = [f"{op} {speed_in_words(op, gpu)}" for op in ops]
@@ -290,32 +290,32 @@ def speeds() -> str:
 
 
 def filled(text: str) -> str:
-    """Prose in lines as long as those of README.md."""
+    """Returns prose wrapped to the line length of README.md."""
     return textwrap.fill(text, 176, break_long_words=False, break_on_hyphens=False)
 
 
 def first_calls(kind: str) -> str:
-    """Seconds of first calls of our kernels: "cold", where they are compiled, or "disk", where the cache has them."""
+    """Returns the time of first calls of our kernels: "cold" with a compile, "disk" from the cache."""
     startup = read(shown(), "paper")["startup"][kind]
     times = [seconds for op in ("forward", "backward") for seconds in startup[op].values()]
     return f"{span(times, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in times), 0)} ms"
 
 
 def first_calls_of_peer(name: str, factor: float, unit: str) -> str:
-    """The same of another library."""
+    """Returns the time of first calls of another library."""
     startup = read(shown(), "paper")["startup"]["peers"]
     return f"{span((factor * of_op[name] for of_op in startup.values()), 1)} {unit}"
 
 
 def host_times(name: str) -> str:
-    """Host time of a repeated call of a contender."""
+    """Returns the host time of a contender's repeated calls."""
     host_seconds = read(shown(), "paper")["host_seconds"]
     seconds = {op: host_seconds[f"{op}, {name.format(op=ours)}, torch arrays"] for op, ours in OURS.items()}
     return ", ".join(f"{op} {each * 1e6:.0f} µs" for op, each in seconds.items())
 
 
 def models_in_words() -> str:
-    """Means over calls of models, in how many of them ours is faster than the fastest peer, and on which GPU."""
+    """Returns mean ratios over calls of models, the number of calls in which we are fastest, and the GPU."""
     gpu, rows = shown("models"), []
     for op in OURS:
         ratios = [ratio for row in first_of_ours(rows_of(gpu, "models", op)) if (ratio := best(row)) is not None]
@@ -340,7 +340,7 @@ PLACE = re.compile(r"(<!-- ([\w -]+) -->(\n?)).*?<!-- end -->", re.DOTALL)
 
 
 def with_figures(text: str) -> str:
-    """README.md with its figures as the files have them."""
+    """Returns the text of README.md with the figures of the files."""
     names = {match[1] for match in PLACE.findall(text)}
     if names != PLACES.keys():
         sys.exit(f"README.md has places for {sorted(names)}, but there are figures for {sorted(PLACES)}")

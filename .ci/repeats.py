@@ -1,8 +1,8 @@
 """Repeats every kernel under contention and compares the results bit for bit: `repeats.py REPEATS [NUMBER/PARTS]`.
 
-Calls of sanitize.py that launch all of them are captured into two graphs each, which run beside each other on two
-streams. Meanwhile a third stream copies memory, and a fourth one holds half of the SMs again and again.
-Results hold NaN before each repeat. Gradients that are summed in any order are compared with a tolerance instead.
+Calls of sanitize.py that launch all kernels are captured into two graphs each, which run concurrently on two streams.
+Meanwhile a third stream copies memory, and a fourth one repeatedly occupies half of the SMs. Results are filled with
+NaN before each repeat. Gradients that are summed in any order are compared with a tolerance.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cuflash.planning import device
 
 IN_A_GRAPH = 8  # repeats
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
-TOLERANCE = 0.02  # of the largest element, for what is summed in any order
-HELD = 200 * 1024  # bytes of shared memory, so that a block has its SM for itself
+TOLERANCE = 0.02  # relative to the largest element, for sums in any order
+HELD = 200 * 1024  # bytes of shared memory, so that a block occupies an SM alone
 SOURCE = """
 __device__ unsigned bits(const void* numbers, long long i, int kind) {
   return kind == 0 ? static_cast<const unsigned*>(numbers)[i] : static_cast<const unsigned short*>(numbers)[i];
@@ -55,7 +55,7 @@ Compare = Callable[[Any, Any, float], None]
 
 
 class Traffic:
-    """Work of other streams: copies of memory, and blocks that hold half of the SMs."""
+    """Work of other streams: copies of memory, and thread blocks that occupy half of the SMs."""
 
     def __init__(self, module: Any) -> None:
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -66,7 +66,7 @@ class Traffic:
         self._times = itertools.cycle((20_000, 150_000, 60_000, 5_000))  # cycles, 3 to 80 µs
 
     def go_on(self) -> None:
-        """More work where the last one has ended."""
+        """Enqueues more work on each stream that has finished."""
         copies, holds = self._streams
         if copies.done:
             with copies:
@@ -78,10 +78,10 @@ class Traffic:
 
 
 def repeat(prepared: sanitize.Prepared, times: int, compare: Compare, traffic: Traffic) -> None:
-    """Makes a call so often in graphs, and compares its results with those that it had alone."""
+    """Repeats a call in graphs, and compares the results with the results of a call alone."""
     alone, again = prepared.call(), prepared.call()
     expected = [x.copy() for x in alone]
-    # why: what is written in place, two graphs would write at once.
+    # One graph if the call writes in place, as two would write at once.
     count = 1 if any(x.data.ptr == y.data.ptr for x, y in zip(alone, again, strict=True)) else 2
     largest = [0.0 if prepared.repeats or not x.size else float(cupy.abs(x.astype("float32")).max()) for x in expected]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(count)]
@@ -116,7 +116,7 @@ def main() -> None:
         module.get_function("compare")((min(264, 1 + result.size // 2048),), (256,), arguments)
 
     for count, prepared in enumerate(sanitize.calls(part, parts, once=True)):
-        # why before it: a kernel that waits for ever is the one that is named last.
+        # Printed before the call, so that the last line names a kernel that waits for ever.
         print(f"{part}/{parts} {count} ({time.perf_counter() - started:.0f} s): {prepared.name}", flush=True)
         repeat(prepared, times, compare, traffic)
         if differing := int(wrong[0]):

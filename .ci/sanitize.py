@@ -1,13 +1,12 @@
 """Runs every kernel once on small shapes, for compute-sanitizer: `compile` fills the cache, `run` calls the library.
 
-`run 3/8` makes a part of the calls: those of the fourth of eight processes that run at the same time. `run-generic`
-makes only those without kernels of Hopper's own, as initcheck does not see what the copy engine writes, and `run-short`
-only those in which a thread block takes few work tiles, as racecheck does not see how their places are given
-back (L41).
+`run 3/8` makes a part of the calls: the share of the fourth of eight concurrent processes. `run-generic` leaves out
+calls with sm90 kernels, as initcheck does not track writes by TMA. `run-short` leaves out calls in which a thread block
+takes many work tiles, as racecheck does not track the release of their slots (L41).
 
-A GPU gets those rows of the tile tables that suit its shared memory. The other rows are reached by telling the planner
-of a smaller GPU, so one machine runs them all. Hopper also runs the generic kernels, where q is read backwards, which
-its own kernels cannot do. Only Hopper runs its own kernels.
+A GPU uses the rows of the tile tables that suit its shared memory. To reach the other rows, the planner gets a smaller
+GPU, so one machine runs all rows. Hopper also runs the generic kernels, on a reversed q, which sm90 kernels cannot
+read. Only Hopper runs the sm90 kernels.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from cuflash.testing.layouts import laid_out
 from cuflash.testing.sequences import shaped
 
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
-backwards = partial(laid_out, steps=(-1, -1, -1, 1))  # why three axes: one of length 1 has no direction
+backwards = partial(laid_out, steps=(-1, -1, -1, 1))  # three axes, as an axis of length 1 has no direction
 AnyCase = Case | SequenceCase | ModCase
 USAGE = "usage: sanitize.py compile | run | run-generic | run-short [NUMBER/PARTS]"
 Results = tuple[Any, ...]  # arrays
@@ -55,9 +54,9 @@ Call = tuple[Device, AnyCase, str]  # the GPU, and an algorithm of forward or a 
 
 
 class Prepared(NamedTuple):
-    """A call whose arrays are there.
+    """A call with its arrays.
 
-    defined: of how many results, from the first on, none may hold NaN; None for all. repeats: whether bits repeat.
+    defined: the number of first results that must not hold NaN; None for all. repeats: True if bits repeat.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Prepared(NamedTuple):
 
 
 def plans(gpu: Device, case: AnyCase, how: str) -> list[Plan]:
-    """The plans of the library calls that `call` makes."""
+    """Returns the plans of the library calls that `call` makes."""
     op, misaligned = how.removesuffix(BACKWARDS), ("q",) if how.endswith(BACKWARDS) else ()
     if isinstance(case, ModCase):
         return mod_plans(case, how)
@@ -82,11 +81,11 @@ def plans(gpu: Device, case: AnyCase, how: str) -> list[Plan]:
 
 @cache
 def work() -> dict[Call, list[Variant]]:
-    """All calls and their kernels, without calls of smaller GPUs that launch the same kernels as a larger one."""
+    """Returns all plain calls and their kernels, without calls that launch the same kernels on a larger GPU."""
     calls: list[Call] = [(device.query(0), case, how) for case in CASES for how in ("flash2", *BACKWARD)]
     calls += [(device.query(0), case, how) for case in cases.hopper_cases() for how in ("flash2", *BACKWARD)]
     for gpu, case in itertools.product(cases.devices(), cases.tile_cases()):
-        # why: float16 and bfloat16 differ in single instructions, so one of them stands for both with flashd.
+        # flashd runs without float16: it differs from bfloat16 in single instructions only.
         algorithms = ALGORITHMS[:2] if case.dtype == "float16" else ALGORITHMS
         generic = [op + BACKWARDS for op in ("flash2", *BACKWARD)]
         calls += [(gpu, case, how) for how in (*algorithms, *generic, *BACKWARD)]
@@ -96,7 +95,7 @@ def work() -> dict[Call, list[Variant]]:
     calls += [(device.query(0), case, how) for case, ways in cases.hopper_sequence_cases() for how in ways]
     distinct: dict[tuple[Any, ...], tuple[Call, list[Variant]]] = {}
     for gpu, case, how in calls:
-        with contextlib.suppress(UnsupportedError):  # the largest head dims fit neither the smallest GPUs nor backward
+        with contextlib.suppress(UnsupportedError):  # backward and the smallest GPUs lack the largest head dims
             variants = variants_of(plans(gpu, case, how))
             distinct.setdefault((case, how.removesuffix(BACKWARDS), *variants), ((gpu, case, how), variants))
     return dict(distinct.values())
@@ -104,11 +103,11 @@ def work() -> dict[Call, list[Variant]]:
 
 @cache
 def mod_work() -> dict[Call, list[Variant]]:
-    """All calls with score_mod, mask_mod, bias, sinks and dropout, by both families of kernels, and their kernels."""
+    """Returns all calls with mods, by both families of kernels, and their kernels."""
     ways = [(case, how) for case, hows in cases.mod_cases() for how in hows]
     dense = [(case, how) for case, how in ways if isinstance(case.base, Case)]
     generic = [(case, how + BACKWARDS) for case, how in dense if how not in ALGORITHMS[1:]]
-    # why packed alone: they reach all of these kernels.
+    # Packed calls only, which reach all of these kernels.
     few = [(case, how) for case, how in ways if case.base.name.startswith("few_") and case.base.place_q == "packed"]
     calls = [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
     return {(device.query(0), *call): variants_of(mod_plans(*call)) for call in calls}
@@ -119,7 +118,7 @@ def variants_of(plans: list[Plan]) -> list[Variant]:
 
 
 def mod_plans(case: ModCase, how: str) -> list[Plan]:
-    """The plans of the library calls that `call` makes."""
+    """Returns the plans of the library calls that `call` makes with mods."""
     (arguments, grads), op = arguments_of(case, how, np.asarray, shaped), how.removesuffix(BACKWARDS)
     arguments["device"] = device.query(0).arch
     if op in BACKWARD:
@@ -130,7 +129,10 @@ def mod_plans(case: ModCase, how: str) -> list[Plan]:
 
 
 def arguments_of(case: AnyCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None]:
-    """All arguments of `cuflash.forward`, and of a `ModCase`, which takes the same `ways`, arrays with gradients."""
+    """Returns all arguments of `cuflash.forward`, and a `ModCase`'s arrays with gradients, else None.
+
+    ways: converts an array to the library of the call, and for a `ModCase` builds q, k and v of sequences.
+    """
     if isinstance(case, ModCase):
         arguments, grads = case.arguments(*ways)
     else:
@@ -140,12 +142,12 @@ def arguments_of(case: AnyCase, how: str, *ways: Any) -> tuple[dict[str, Any], t
 
 
 def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `cuflash.lse`."""
+    """Returns the arguments of `cuflash.lse`, from arguments of `cuflash.forward`."""
     return {name: x for name, x in arguments.items() if name not in ("v", "out_dtype", "dropout_p", "dropout_seed")}
 
 
 def variants() -> list[Variant]:
-    """All kernels that `run` launches, except a few of `merges_and_views` and `appends_to_caches`."""
+    """Returns all kernels that `run` launches, except a few of `merges_and_views` and `appends_to_caches`."""
     launched = _reached(work() | mod_work())
     lse = ArraySpec.contiguous((1, 1, 1), "float32")
     states = [[ArraySpec.contiguous((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
@@ -156,9 +158,9 @@ def variants() -> list[Variant]:
 
 
 def unreached(launched: list[Variant]) -> list[str]:
-    """Rows of the tile tables that no call uses on this GPU."""
+    """Returns the rows of the tile tables that no call uses on this GPU."""
     reached = {(variant.dtype, variant.tile, variant.softcap, variant.is_varlen) for variant in launched}
-    rows: list[tuple[str, Any, bool, bool]] = []  # dtype, row, whether scores are capped, whether lengths differ
+    rows: list[tuple[str, Any, bool, bool]] = []  # dtype, row, True with softcap, True for varlen
     for dtype, lengths in itertools.product(tiles_sm80.TILES, (False, True)):
         rows += [(dtype, row, False, lengths) for row in (*tiles_sm80.TILES[dtype], *tiles_sm80.DQ[dtype])]
         both = itertools.product(tiles_sm80.BACKWARD[dtype], (True, False))
@@ -178,10 +180,11 @@ def unreached(launched: list[Variant]) -> list[str]:
 
 
 def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "run") -> Iterator[Prepared]:
-    """All calls of `work` and `mod_work`, merges and appends; or a part of that. Each is prepared when it is due.
+    """Yields calls of `work` and `mod_work`, merges and appends, or a part of them. Each is prepared when it is due.
 
-    once: only calls of which a kernel is not one of those before, and whose results repeat, but for what is summed in
-    any order. So no lengths are wrong: two sequences might write the same rows. which: see above.
+    once: True to skip calls whose kernels all occurred in earlier calls, and to use valid lengths only. Results then
+    repeat except for sums in any order; with wrong lengths, two sequences might write the same rows.
+    which: the command, as in the module's docstring.
     """
     chosen, generic = work() | mod_work(), which == "run-generic"
     if which == "run-short":
@@ -216,7 +219,7 @@ def _are_generic(kernels: list[Variant]) -> bool:
 
 
 def _forward_of(gpu: Device, case: AnyCase, how: str) -> list[Variant]:
-    """The kernels that make out and lse for a call of backward."""
+    """Returns the kernels that compute out and lse for a call of backward."""
     if how.removesuffix(BACKWARDS) not in BACKWARD:
         return []
     forward = "flash2" + (BACKWARDS if how.endswith(BACKWARDS) else "")
@@ -228,20 +231,20 @@ def _tame(case: AnyCase) -> AnyCase:
 
 
 def _sums(how: str) -> bool:
-    """Whether something is summed in any order."""
+    """Returns True if a call sums something in any order."""
     return not BACKWARD.get(how.removesuffix(BACKWARDS), True)
 
 
 def _adds(kernels: list[Variant], covered: set[Variant]) -> bool:
-    """Whether one is not seen yet; all are then."""
+    """Adds kernels to the covered ones; returns True if one is new."""
     before = len(covered)
     covered.update(kernels)
     return len(covered) > before
 
 
 def run(part: int, parts: int, which: str) -> None:
-    """Makes all calls, or a part of them, and reads every result."""
-    cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
+    """Makes all calls, or a part of them, and checks every result for NaN."""
+    cupy.cuda.set_allocator(None)  # a memory pool would hide accesses just past an array from memcheck
     for count, prepared in enumerate(calls(part, parts, which=which)):
         for number, result in enumerate(prepared.call()):
             host = cupy.asnumpy(result).astype("float32")
@@ -252,7 +255,7 @@ def run(part: int, parts: int, which: str) -> None:
 
 
 def call(case: AnyCase, how: str) -> Callable[[], Results]:
-    """Makes a call of forward and lse, or of backward for |out|² / 2, to which windows without mods add lse."""
+    """Returns a call of forward and lse, or of backward for |out|² / 2; windows without mods add a gradient of lse."""
     (arguments, grads), op = arguments_of(case, how, cupy.asarray), how.removesuffix(BACKWARDS)
     if op not in BACKWARD:
         lse = (lambda: (cuflash.lse(**keys_alone(arguments)),)) if op == "flash2" else tuple
@@ -261,7 +264,7 @@ def call(case: AnyCase, how: str) -> Callable[[], Results]:
     arguments.pop("out_dtype", None)
     more = {"deterministic": BACKWARD[op], "captured_grads": grads}
     if grads is None and arguments["window_size"] != (-1, -1):
-        more["dlse"] = cupy.maximum(lse_of_rows, -100.0)  # why a least: rows that see nothing have -inf.
+        more["dlse"] = cupy.maximum(lse_of_rows, -100.0)  # finite also for rows that see no key, whose lse is -inf
     backward = partial(cuflash.backward, out.astype(arguments["q"].dtype), out=out, lse=lse_of_rows, **arguments)
 
     def gradients() -> Results:
@@ -272,9 +275,9 @@ def call(case: AnyCase, how: str) -> Callable[[], Results]:
 
 
 def merges_and_views(deterministic: bool, generic: bool) -> Iterator[Prepared]:
-    """Merges in each dtype and alignment; forward on slices of keys, on unaligned rows and with float32 out.
+    """Yields merges in each dtype and alignment, and forward on slices of keys, unaligned rows and with float32 out.
 
-    generic: q is read backwards.
+    generic: True to reverse q, for the generic kernels.
     """
     for dtype, head_dim in itertools.product(tiles_sm80.TILES, (64, 33)):
         case = Case("merge", 2, 65, 40, 3, 3, head_dim, head_dim, dtype)
@@ -293,7 +296,10 @@ def merges_and_views(deterministic: bool, generic: bool) -> Iterator[Prepared]:
 
 
 def appends_to_caches(is_wild: bool) -> Iterator[Prepared]:
-    """Appends in each dtype, place, rotation and alignment. is_wild: half of the integers on the device are wrong."""
+    """Yields appends in each dtype, kind of cache, rotation and alignment.
+
+    is_wild: True to make half of the integers on the device wrong.
+    """
     ways = itertools.product(tiles_sm80.TILES, (64, 33), ("rows", "indexed", "pages of 3"), (False, True))
     for seed, (dtype, dim, place, packed) in enumerate(ways):
         rotations: tuple[dict[str, Any], ...] = (
@@ -313,12 +319,12 @@ def appends_to_caches(is_wild: bool) -> Iterator[Prepared]:
                 rotated = cuflash.append_kv(**arguments)
                 return caches if rotated is None else (*caches, rotated)
 
-            # why two: rows of packed q that belong to no sequence may hold anything.
+            # Only the two caches are checked: rows of packed q that belong to no sequence may hold anything.
             yield Prepared(f"append to {place}", append, 2 if packed else None)
 
 
 def part_of(arguments: list[str]) -> tuple[int, int]:
-    """(number, how many parts) of what follows `run`."""
+    """Returns (index, number of parts) from the arguments after `run`."""
     match = re.fullmatch(r"(\d+)/(\d+)", " ".join(arguments) or "0/1")
     if match is None or not int(match[1]) < int(match[2]):
         sys.exit(USAGE)
@@ -326,7 +332,7 @@ def part_of(arguments: list[str]) -> tuple[int, int]:
 
 
 def compiled(variant: Variant) -> None:
-    with contextlib.suppress(compiler.SpilledError):  # another one runs in its place
+    with contextlib.suppress(compiler.SpilledError):  # another kernel runs in place of one that spills
         compiler.cubin(variant)
 
 

@@ -1,4 +1,4 @@
-"""The cases of sanitize.py: small problems that reach every row of the tile tables."""
+"""Cases of sanitize.py: small problems that reach every row of the tile tables."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from cuflash.testing.mods import bounds_case
 from cuflash.testing.sequences import FAR, Sequences, VarlenArrays, shaped, varlen_arrays
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
-BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
+BACKWARD = {"backward": False, "backward_deterministic": True}  # True for deterministic ones
 LARGE = 1.0  # softmax_scale: scores are so far apart that rows leave Hopper's main loop
-MANY_PIECES = "many_heads"  # names cases whose thread blocks take more work tiles than they have places for
-# Integers that a caller may have on the device by mistake.
+MANY_PIECES = "many_heads"  # name of cases whose thread blocks take more work tiles than they have slots
+# Integers that a caller may pass on the device by mistake.
 WRONG = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
 
 
 def devices() -> list[Device]:
-    """This GPU, and copies of it that claim the shared memory of smaller GPUs."""
+    """Returns this GPU, and copies of it with the shared memory of smaller GPUs."""
     here = device.query(0)
     smaller = {(gpu.smem_per_block, gpu.smem_per_sm) for gpu in DEVICES.values() if gpu.smem_per_sm < here.smem_per_sm}
     sizes = sorted(smaller, reverse=True)
@@ -40,14 +40,14 @@ def devices() -> list[Device]:
 
 
 def tile_cases() -> Iterator[Case]:
-    """For each pair of head dims in the tables an aligned causal case, and one of dims - 1, window, softcap and GQA."""
+    """Yields for each pair of head dims an aligned causal case, and one with dims - 1, window, softcap and GQA."""
     for dtype, (d, dv) in _dims():
         yield Case(f"{dtype}_{d}_{dv}", 1, 131, 197, 1, 1, d, dv, dtype, causal=True)
         yield Case(f"{dtype}_{d - 1}_{dv - 1}", 1, 70, 150, 2, 1, d - 1, dv - 1, dtype, False, (90, 20), 60, 15.0)
 
 
 def _dims() -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each dtype with each pair of head dims in its tables."""
+    """Yields each dtype with each pair of head dims in its tables."""
     for dtype, forward in tiles_sm80.TILES.items():
         pairs = [(tile.head_dim, tile.head_dim_v * tile.max_slices) for tile in forward]
         pairs += [(t.head_dim, t.head_dim_v) for t in (*tiles_sm80.BACKWARD[dtype], *tiles_sm80.DQ[dtype])]
@@ -55,13 +55,13 @@ def _dims() -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def hopper_cases() -> Iterator[Case]:
-    """For each row of Hopper's tables a causal case and one of window, softcap and GQA; then cases of further kinds."""
+    """Yields for each row of sm90 tables a causal case and one with window, softcap and GQA; then other cases."""
     for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.TILES):
         rows = tiles_sm90.TILES[: tiles_sm90.TILES.index(tile)]
         dims = tile.head_dim, tile.head_dim_v
         least = max((row.max_keys or 0 for row in rows if (row.head_dim, row.head_dim_v) == dims), default=0)
         name = f"{dtype}_{tile.head_dim}_{tile.head_dim_v}_{least}"
-        shape = 200, least + 260, *((12, 6) if least else (2, 1)), *dims  # of two heads, many keys would be shared out
+        shape = 200, least + 260, *((12, 6) if least else (2, 1)), *dims  # with two heads, many keys would be split
         yield Case(name, 1, *shape, dtype, causal=True)
         yield Case(f"{name}_large", 1, *shape, dtype, causal=True, softmax_scale=LARGE)
         yield Case(f"{name}_w", 1, *shape, dtype, False, (least + 90, 20), None, 15.0, LARGE)
@@ -81,18 +81,18 @@ def hopper_cases() -> Iterator[Case]:
             shape = queries, 200, 16, 1, tile.head_dim, tile.head_dim_v
             yield Case(name, 1, *shape, dtype, causal=True, diagonal_offset=100, softcap=capped)
     by_rows = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.DQ_DKV)
-    for dtype, dims, capped in itertools.product(("float16", "bfloat16"), by_rows, (0.0, 15.0)):  # the same by rows
+    for dtype, dims, capped in itertools.product(("float16", "bfloat16"), by_rows, (0.0, 15.0)):  # shared in dq_dkv
         shape = device.query(0).num_sms // 2 + 1, 200, 100, 8, 1, *dims
         yield Case(f"{dtype}_{dims[0]}_{dims[1]}_sharing", *shape, dtype, causal=True, softcap=capped)
     for causal in (False, True):  # a thread block takes several key blocks
         heads = device.query(0).num_sms
         yield Case(f"key_blocks_{causal}", 4, 300, 520, heads, heads, 64, 64, "bfloat16", causal=causal)
-    for dim in (64, 128):  # a counter hands out the tiles
+    for dim in (64, 128):  # thread blocks take tiles by a counter
         yield Case(f"counted_{dim}", 2, 70, 130, device.query(0).num_sms, 1, dim, dim, "float16", causal=True)
 
 
 def wild(arguments: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The same arguments, but about every second number of their arrays of integers is wrong."""
+    """Returns the arguments with about half of the integers in their arrays wrong."""
     rng = np.random.default_rng(seed)
     integers = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray) and x.dtype == np.int32}
     return {**arguments, **{
@@ -103,7 +103,7 @@ def wild(arguments: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SequenceCase:
-    """Sequences of several lengths. wide: out in float32. wild: half of the integers on the device are wrong."""
+    """A varlen problem. wide: out in float32. wild: half of the integers on the device are wrong."""
 
     base: Sequences
     wide: bool = False
@@ -120,16 +120,16 @@ class SequenceCase:
         return "float32" if self.wide else self.base.dtype
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments of `cuflash.forward` in NumPy."""
+        """Returns all arguments of `cuflash.forward` in NumPy."""
         drawn, more = varlen_arrays(self.base), self._varlen_kwargs() | {"out_dtype": self.out_dtype}
         return (wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()) | more
 
     def _varlen_kwargs(self) -> dict[str, Any]:
-        return {"num_splits": self.num_splits} if self.num_splits else {}  # why not 0: backward does not take it
+        return {"num_splits": self.num_splits} if self.num_splits else {}  # omitted if 0, as backward does not take it
 
     @cache  # noqa: B019 (few cases)
     def problem(self, op: str = "forward", **more: Any) -> Problem:
-        """The `Problem` of a public call with these and `more` arguments."""
+        """Returns the `Problem` of a public call with these and `more` arguments."""
         arguments, whole = shaped(self.base).arguments() | self._varlen_kwargs(), VARLEN_OPS[op]
         specs = {name: NUMPY.spec(name, x) for name, x in arguments.items() if isinstance(x, np.ndarray)}
         if op == "forward":
@@ -141,7 +141,7 @@ class SequenceCase:
 
 
 def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
-    """For each pair of head dims cases with what is called of them: packed, used in part, in pages, in cache rows."""
+    """Yields for each pair of head dims cases and their calls: packed, partly used, in pages, in cache rows."""
     masked: dict[str, Any] = {"window_size": (90, 20), "diagonal_offset": 60, "softcap": 15.0, "heads": (2, 1)}
     lengths = (70, 0, 131, 1), (150, 5, 197, 0)
     packed = Sequences("packed", *lengths, gaps=(0, 0), heads=(1, 1), causal=True)
@@ -149,7 +149,7 @@ def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
     spare = Sequences("spare", *lengths, "packed", "packed", True, True, (5, 3, 0, 9), (0, 9, 2, 3), **masked)
     pages = Sequences("pages", *lengths, "packed", "paged", False, True, bounded=True, heads=(1, 1), causal=True)
     cache_rows = Sequences("cache_rows", *lengths, "rectangle", "cache", True, True, **masked)
-    # Few queries, whose keys are shared out: packed over pages, and in rectangles with a mask.
+    # Few queries with split keys: packed over pages, and in rectangles with a mask.
     few = Sequences("few", (1, 2, 0, 3), (900, 5, 2700, 0), "packed", "paged", used_k=True, bounded=True, heads=(6, 2))
     few_rows = Sequences("few_rows", (1, 2, 0, 3), (900, 5, 2700, 0), "rectangle", "rectangle", True, True, **masked)
     for dtype, dims in _dims():
@@ -170,13 +170,13 @@ def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
 
 
 def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
-    """For each row of Hopper's tables cases of many queries and, of forward, of few, whose keys are split."""
+    """Yields for each row of sm90 tables cases of many queries, and for forward of few, with split keys."""
     few, cached = (1, 2, 0, 3), (150, 5, 700, 0)
     for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.TILES):
         keys, left, offset = ((300, 0, 131), 90, 60) if tile.max_keys else ((1900, 1, 2800), 1200, None)
         masked: dict[str, Any] = {"window_size": (left, 20), "diagonal_offset": offset, "softcap": 15.0}
         shape: dict[str, Any] = {"dtype": dtype, "dims": (tile.head_dim, tile.head_dim_v)}
-        heads = (2, 1) if tile.max_keys else (12, 6)  # of two heads, many keys would be shared out
+        heads = (2, 1) if tile.max_keys else (12, 6)  # with two heads, many keys would be split
         many = Sequences("many", (200, 1, 150), keys, heads=heads, causal=True, **shape)
         few_queries: tuple[Any, ...] = few, cached, "packed", "paged"
         options: dict[str, Any] = {"used_k": True, "bounded": True, **shape}
@@ -192,7 +192,7 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         several = device.query(0).num_sms // len(few) + 1  # heads that give a thread block several work tiles
         both.append(replace(both[-2], name="decoding_heads", heads=(several, several)))
         for base in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
-            # why: else they are cut into blocks of a warp's rows
+            # Without num_splits, these rows would run in blocks of one warp's rows.
             splits = 2 if base.heads[0] > 4 * base.heads[1] else 0
             yield SequenceCase(base, num_splits=splits), ("flash2",)
             wide = replace(base, name=f"{base.name}_wide", softmax_scale=LARGE)
@@ -232,9 +232,9 @@ class ModCase:
     def arguments(
         self, put: Callable[[Any], Any], make: Callable[[Sequences], VarlenArrays] = varlen_arrays
     ) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """All arguments of `cuflash.forward`, and the arrays that have gradients in backward.
+        """Returns all arguments of `cuflash.forward`, and the arrays that have gradients in backward.
 
-        make: what makes q, k and v of several lengths: `varlen_arrays`, or `shaped`.
+        make: the function that builds q, k and v of sequences: `varlen_arrays`, or `shaped`.
         """
         if isinstance(self.base, Case):
             arguments, mods = dense_arguments(self.base), self.make(put, self.base)
@@ -246,7 +246,7 @@ class ModCase:
 
 
 def dense_arguments(case: Case) -> dict[str, Any]:
-    """All arguments of `cuflash.forward` in NumPy."""
+    """Returns all arguments of `cuflash.forward` in NumPy."""
     return dict(zip("qkv", case.arrays(), strict=True)) | case.arguments()
 
 
@@ -256,7 +256,7 @@ def put_all(arguments: Mapping[str, Any], put: Callable[[Any], Any]) -> dict[str
 
 
 def mod_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
-    """Cases with what is called of them: all arguments together at several head dims, and each kind of gradient."""
+    """Yields cases and their calls: all mods together at several head dims, and each kind of gradient."""
     table = functions.FUNCTIONS
     several = functions.joined(functions.everything, functions.dropped)
     of_bfloat16 = [("bfloat16", dims) for dims in ((128, 128), (192, 128), (256, 256))]
@@ -276,7 +276,7 @@ def mod_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
         yield ModCase(pages, several), ("flash2",)
         few = Sequences("few", (1, 2, 0, 3), (900, 5, 2700, 0), "packed", "paged", used_k=True, **shapes)
         yield ModCase(few, several), ("flash2",)
-        # Keys are shared out: rows fit a warp, or do not, and a thread block has one work tile, or several.
+        # With split keys: rows fit a warp, or do not, and a thread block has one work tile, or several.
         rows = replace(few, name="few_rows", place_q="rectangle", place_k="rectangle", used_q=True, bounded=False)
         many = device.query(0).num_sms // len(few.queries) + 1
         wide = replace(few, name="few_wide", heads=(16, 1)), replace(rows, name="few_rows_wide", heads=(48, 2))

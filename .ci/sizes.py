@@ -1,6 +1,6 @@
-"""What pip downloads and installs for cuflash and for its peers: `sizes.py FILE` writes it as JSON. Wants an index.
+"""Sizes of the packages that pip downloads and installs for cuflash and its peers, written by `sizes.py FILE` as JSON.
 
-Beside the bytes of all packages of each stand those of what PyTorch does not bring anyway.
+For each stack it counts bytes of all packages, and of packages that PyTorch does not install. It needs a package index.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cuflash.tools.bench.table import file_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTORCH = "torch"
-# why with a version: all releases of FlashAttention-4 are betas, which pip leaves out otherwise.
+# FlashAttention-4 needs a version: all of its releases are betas, which pip skips otherwise.
 STACKS = {
     "cuflash[cuda13]": f"{ROOT}[cuda13]",
     "cuflash[cuda12]": f"{ROOT}[cuda12]",
@@ -28,18 +28,18 @@ STACKS = {
 
 
 def pip(*arguments: str) -> str:
-    """Output of a pip command."""
+    """Runs a pip command and returns its output."""
     return subprocess.run([sys.executable, "-m", "pip", *arguments], stdout=-1, text=True, check=True).stdout
 
 
 def packages_of(requirement: str) -> list[tuple[str, str]]:
-    """Name and version of all that pip would install."""
+    """Returns names and versions of the packages that pip would install."""
     report = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", requirement)
     return [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in json.loads(report)["install"]]
 
 
 def sizes_of(name: str, version: str) -> tuple[int, int]:
-    """Bytes of the wheel of a package and of what is in it; of the one that is built here if it is cuflash."""
+    """Returns the bytes of a package's wheel and of its content. The wheel of cuflash is built here."""
     with tempfile.TemporaryDirectory() as folder:
         if name == "cuflash":
             pip("wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(ROOT))

@@ -1,30 +1,30 @@
 #!/usr/bin/env python3
-"""Tells whether the working tree is as fast and as exact as an older version, by measuring both in one process.
+"""Compares the speed and the results of the working tree with an older version, both in one process.
 
     .ci/versus.py COMMIT                    runs all parts that can run here
-    .ci/versus.py COMMIT --extract FOLDER   only writes what is needed of COMMIT, for a machine without git
-    .ci/versus.py FOLDER --json FILE        compares with that, and writes all figures
+    .ci/versus.py COMMIT --extract FOLDER   only writes the needed files of COMMIT, for a machine without git
+    .ci/versus.py FOLDER --json FILE        compares with that folder, and writes all figures
 
-speed      times calls on the GPU: replays of CUDA graphs, of both versions in turns, on the same arrays
-varlen     the same of packed calls whose sequences have one length, beside dense ones; only if named
-mods       the same of calls with score_mod, mask_mod, bias or sinks, beside plain ones; only if named
-outputs    compares results of random problems bit by bit; without a GPU these are on NumPy arrays
-host       times the host in calls through CuPy, PyTorch and JAX; nothing is judged by it
+speed      times calls on the GPU: replays of CUDA graphs of both versions, alternating, on the same arrays
+varlen     times packed calls whose sequences have one length, beside dense ones; only if named
+mods       times calls with score_mod, mask_mod, bias or sinks, beside plain ones; only if named
+outputs    compares results of random problems bit by bit, on NumPy arrays if there is no GPU
+host       times the host in calls through CuPy, PyTorch and JAX, for information only
 registers  compares registers, spills, stack, shared memory and resident blocks of every kernel, without a GPU
-cubins     compares the SHA-256 of all cubins, each compiled under one symbol name: without a GPU, and only if named
+cubins     compares the SHA-256 of all cubins, compiled under one symbol name, without a GPU; only if named
 
-`--parts mods --peers` times other libraries, too: on PyTorch's tensors and without CUDA graphs, so that the host counts
-where it is slower than the GPU, and nothing is judged. Both versions make block masks beforehand, as Flex does.
-`--cells "fwd d64 alibi"` takes cells whose group and name hold all these words, in all three parts.
+`--parts mods --peers` also times other libraries, on PyTorch tensors and without CUDA graphs, for information only: the
+host counts where it is slower than the GPU. Both versions build block masks beforehand, as Flex does.
+`--cells "fwd d64 alibi"` selects cells whose group and name contain all these words, in speed, varlen and mods.
 
-`--parts cubins` covers all kernels of `registers` and those with score_mod, mask_mod, bias, sinks and dropout. It takes
-some 15 minutes on two cores for each tree whose digests are not in the folder of --cache; then only kernels whose
-text changed are compiled. It uses the NVRTC of this interpreter: run it with 13.0.88, which PyTorch and JAX pin, and
-with the newest one. `--kernels TEXT` takes a part of the kernels.
+`--parts cubins` covers all kernels of `registers`, and kernels with score_mod, mask_mod, bias, sinks and dropout. It
+takes about 15 minutes on two cores for each tree whose digests are not in the folder of --cache. After that, only
+kernels with changed text are compiled. It uses the NVRTC of this interpreter: run it with 13.0.88, which PyTorch and
+JAX pin, and with the newest one. `--kernels TEXT` selects kernels by label.
 
-The exit status is 1 if an output or a cubin differs, a kernel spills more, fits an SM fewer times or has no
-partner in the other version (RENAMED in versus_kernels.py pairs those that were renamed), a cell has less than 0.99 of
-its speed, or the geometric mean of all cells is under 0.998.
+The exit status is 1 if an output or a cubin differs. It is 1 if a kernel spills more, fits an SM fewer times or lacks a
+partner in the other version (RENAMED in versus_kernels.py pairs some). It is also 1 if a cell has less than
+0.99 of its speed, or if the geometric mean of all cells is under 0.998.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty
 
 
 def extract(commit: str, folder: Path) -> None:
-    """Writes the package, the kernels and the tests, which list kernels, of a commit or of a folder that holds them."""
+    """Writes the package, the kernels and the tests, which list kernels, from a commit or a folder."""
     if folder.exists() and any(folder.iterdir()):
         sys.exit(f"{folder} is not empty: what is in it would become a part of the older version")
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def extract(commit: str, folder: Path) -> None:
 
 
 def load_both(tree: Path, folder: Path) -> list[ModuleType]:
-    """Imports the older version as package `cuflash_before`, with its kernels inside, and that of the working tree."""
+    """Imports the older version as `cuflash_before`, with its kernels inside, and the working tree's `cuflash`."""
     before = folder / "cuflash_before"
     shutil.copytree(tree / "cuflash", before)
     shutil.copytree(tree / "kernels_cu", before / "kernels_cu")
@@ -95,7 +95,7 @@ def load_both(tree: Path, folder: Path) -> list[ModuleType]:
 
 
 def main() -> int:
-    """Runs the parts, prints and writes what they find, and gives 1 if something got worse."""
+    """Runs the parts, prints and writes the results, and returns 1 if something got worse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help=f"a git revision, or a folder that holds {', '.join(TREE)}")
     parser.add_argument("--extract", type=Path, metavar="FOLDER", help="only write the files of the commit there")
@@ -116,7 +116,7 @@ def main() -> int:
         extract(options.commit, options.extract)
         return 0
     sys.path[:0] = [str(ROOT)]
-    if importlib.util.find_spec("platformdirs") is None:  # A machine without network may carry it, as for .ci/gpu.
+    if importlib.util.find_spec("platformdirs") is None:  # A machine without network may have the wheel, see .ci/gpu.
         sys.path += map(str, (ROOT / ".whl").glob("platformdirs*.whl"))
     from cuflash.planning import device  # Processes of the older version import this file, too.
 
@@ -139,7 +139,7 @@ def main() -> int:
             try:
                 report[part] = run(part, options, versions, [tree, ROOT], on_gpu)
                 show(part, report[part])
-            except Exception as error:  # What the other parts find is worth having.
+            except Exception as error:  # The other parts still run.
                 traceback.print_exc()
                 report["failures"].append(f"{part} ended with {error!r}")
             report["seconds"][part] = time.perf_counter() - started
@@ -155,7 +155,7 @@ def main() -> int:
 
 
 def run(part: str, options: argparse.Namespace, versions: list[ModuleType], trees: list[Path], on_gpu: bool) -> Any:
-    """Runs a part and gives what it finds."""
+    """Runs a part and returns its results."""
     if part in cases.CELLS:
         words = options.cells.split()
         chosen = [cell for cell in cases.CELLS[part]() if all(word in f"{cell.group} {cell.name}" for word in words)]
@@ -182,7 +182,7 @@ def show_table(headings: str, lines: Iterable[Iterable[Any]]) -> None:
 
 
 def show_speed(rows: list[dict[str, Any]]) -> None:
-    """Prints a line for each cell, then one for each group. Times of others come with their ratio to ours."""
+    """Prints a line for each cell, then one for each group. Times of other calls come with their ratio to ours."""
     timed = [row for row in rows if row["ratio"]]
     others = dict.fromkeys(name for row in timed for name in row["others"])
     lines: list[tuple[Any, ...]] = []
@@ -233,7 +233,7 @@ def show(part: str, result: Any) -> None:
 
 
 def failures(report: dict[str, Any]) -> Iterable[str]:
-    """Says what got worse. Without CUDA graphs no time is judged."""
+    """Yields a line for each result that got worse. Times without CUDA graphs are ignored."""
     for part in (part for part in cases.CELLS if part in report):
         rows = [row for row in report[part] if row.get("captured", True)]
         for row in rows:

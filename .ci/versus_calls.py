@@ -1,4 +1,4 @@
-"""Times calls for `.ci/versus.py`: on the GPU by replays of CUDA graphs, and the host's part of a call."""
+"""Timing for `.ci/versus.py`: of calls on the GPU by replays of CUDA graphs, and of the host's work in a call."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ import numpy as np
 import versus_checks as checks
 from versus_cases import Call, Cell
 
-LEAST_RATIO = 0.99  # Every cell keeps this share of its speed.
+LEAST_RATIO = 0.99  # least ratio of new to old speed for every cell
 Row = dict[str, Any]
 
 
 # Speed.
 
-SPAN, LONG_SPAN, MOST_CALLS = 0.3e-3, 8e-3, 256  # A span takes so many seconds, or has so many calls. Long: of a loop.
-WARM_UP = 0.5  # The clocks of an idle GPU need so many seconds to rise.
-LEAST_ROUNDS, REPEATS = 9, 3  # A cell that seems slower is measured again, with more rounds, before it is believed.
-MOST_APART = 0.05  # Out of calls that do the same differs by less.
+SPAN, LONG_SPAN, MOST_CALLS = 0.3e-3, 8e-3, 256  # least seconds of a replay, of a loop; most calls in either
+WARM_UP = 0.5  # seconds until the clocks of an idle GPU have risen
+LEAST_ROUNDS, REPEATS = 9, 3  # A cell that seems slower is measured up to three times, with more rounds each time.
+MOST_APART = 0.05  # largest difference of out between calls of the same problem
 
 
 class Loop(NamedTuple):
-    """Takes the place of a CUDA graph: the host makes the calls, and counts where it is slower than the GPU."""
+    """A replacement for a CUDA graph: the host makes the calls, and its time counts if it is slower than the GPU."""
 
     call: Call
     times: int
@@ -44,7 +44,7 @@ class Loop(NamedTuple):
 
 
 class Speed:
-    """Times cells by CUDA graphs of calls on CuPy arrays or, with peers, by loops of calls on PyTorch's tensors."""
+    """A timer of cells: by CUDA graphs of calls on CuPy arrays or, with peers, by loops of calls on PyTorch tensors."""
 
     def __init__(self, versions: list[ModuleType], rounds: int, seconds: float, peers: bool) -> None:
         import cupy
@@ -55,14 +55,14 @@ class Speed:
         # PyTorch's default stream is the null stream, too.
         self.stream = cupy.cuda.Stream.null if peers else cupy.cuda.Stream(non_blocking=True)
         self.noise = cache(self._noise)
-        self.notes: list[str] = []  # why other calls of the cell in hand are left out
+        self.notes: list[str] = []  # for the current cell: errors of other calls, and wrong results
 
     def _noise(self, dtype: str) -> Any:
         values = np.random.default_rng(0).standard_normal((1 << 24) + 4096, dtype=np.float32)
         return self.cupy.asarray(values.astype(checks.numpy_dtype(dtype)))
 
     def array(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
-        """Makes an array of normal numbers, which repeat themselves if it is large, by copies that need no kernel."""
+        """Returns an array of normal numbers, which repeat if it is large, built by copies that need no kernel."""
         noise = self.noise(dtype)
         memory, done, skip = self.cupy.empty(shape, noise.dtype), 0, seed << 20
         while done < memory.nbytes:
@@ -74,7 +74,7 @@ class Speed:
         return memory
 
     def arrays(self, trial: checks.Trial) -> list[Any]:
-        """Makes q, k, v and dout."""
+        """Returns q, k, v and dout."""
         return [self.array(trial.shapes[x], trial.dtype, n) for n, x in enumerate(("q", "k", "v", "dout"))]
 
     def put(self, array: Any) -> Any:
@@ -82,11 +82,11 @@ class Speed:
         return self.torch.from_numpy(array).cuda() if self.torch else self.cupy.asarray(array)
 
     def host(self, array: Any) -> Any:
-        """Copies an array to the host, one of PyTorch's as float32."""
+        """Copies an array to the host; PyTorch tensors become float32."""
         return array.float().cpu().numpy() if self.torch else self.cupy.asnumpy(array)
 
     def working(self, makers: Mapping[str, Callable[[], tuple[Call, Any]]]) -> dict[str, Call]:
-        """Makes calls, and notes errors and each out that is far from the first one, but for that of the plain call."""
+        """Returns the working calls. Notes errors, and each out unlike the first one, except the plain call's."""
         calls: dict[str, Call] = {}
         expected = None
         for name, make in makers.items():
@@ -94,7 +94,7 @@ class Speed:
                 calls[name], out = make()
                 calls[name]()
                 self.stream.synchronize()
-            except Exception as error:  # The others still have something to tell.
+            except Exception as error:  # The other calls still run.
                 calls.pop(name, None)
                 self.notes.append(f"{name}: {error!r}"[:160])
                 continue
@@ -106,7 +106,7 @@ class Speed:
         return calls
 
     def captured(self, call: Call, times: int) -> Any:
-        """Captures so many calls. Two calls before leave in the pool what these allocate: all calls get that."""
+        """Captures `times` calls. Two calls before fill the memory pool, from which the captured calls allocate."""
         for _ in range(2):
             call()
         self.stream.synchronize()
@@ -119,12 +119,12 @@ class Speed:
         return graph
 
     def spans(self, graphs: Iterable[Any], meanwhile: Call = lambda: None) -> list[float]:
-        """Times replays in seconds. All are enqueued before one is waited for, because a full queue hides launches."""
+        """Times replays in seconds. All are enqueued before the first wait, because a full queue hides launches."""
         from cupy.cuda import Event, get_elapsed_time
 
         marks = []
         for graph in graphs:
-            if isinstance(graph, Loop):  # What others have enqueued would hide its time on the host.
+            if isinstance(graph, Loop):  # Work enqueued before would hide its time on the host.
                 self.stream.synchronize()
             marks.append((Event(), Event()))
             marks[-1][0].record(self.stream)
@@ -135,7 +135,7 @@ class Speed:
         return [float(get_elapsed_time(*pair)) * 1e-3 for pair in marks]
 
     def measure(self, cell: Cell, meanwhile: Call = lambda: None) -> Row:
-        """Gives median seconds of each call, and quartiles of before over after in pairs of replays."""
+        """Returns median seconds of each call, and quartiles of before / after in pairs of replays."""
         started, times, replay = time.perf_counter(), 0, 0.0
         captures = cell.captures and not self.torch
         make, span = (self.captured, SPAN) if captures else (Loop, LONG_SPAN)
@@ -151,7 +151,7 @@ class Speed:
         left = max(0.2, self.seconds - (time.perf_counter() - started))
         rounds = max(LEAST_ROUNDS, min(self.rounds, int(left / (len(graphs) * replay))))
         for repeat in range(1, REPEATS + 1):
-            # Each call follows itself as often as another one, because after less work the clocks are higher.
+            # Each call follows itself as often as another call, because clocks are higher after less work.
             order = [name for turn in range(rounds * repeat) for name in (graphs if turn % 2 else reversed(graphs))]
             replays = self.spans([graphs["before"], *(graphs[name] for name in order)], meanwhile)[1:]
             turns: dict[str, list[float]] = {name: [] for name in graphs}
@@ -181,7 +181,7 @@ def run_speed(versions: list[ModuleType], chosen: list[Cell], rounds: int, secon
             row: Row = {"group": cell.group, "name": cell.name, "problem": cell.trial._asdict(), "ratio": None}
             try:
                 row |= speed.measure(cell, partial(clock, cell.group))
-            except Exception as error:  # The other cells still have something to tell.
+            except Exception as error:  # The other cells are still measured.
                 row["note"] = repr(error)
             rows.append(row | {"clock": clock(cell.group)})
             speed.cupy.get_default_memory_pool().free_all_blocks()
@@ -192,14 +192,14 @@ def run_speed(versions: list[ModuleType], chosen: list[Cell], rounds: int, secon
 
 # Host time.
 
-BLOCKS, CALLS = 7, 300  # So many blocks of each version are timed, and a block has so many calls.
-FIRST_LENGTH, LENGTHS = 2048, 100  # The first call has so many keys, and a block so many lengths.
-Block = Callable[[int], list[Call]]  # It makes the calls of the block of this number.
-Wait = Callable[[Any], Any]  # It waits for a result.
+BLOCKS, CALLS = 7, 300  # timed blocks of each version, and calls of a block
+FIRST_LENGTH, LENGTHS = 2048, 100  # keys of the first call, and lengths in a block
+Block = Callable[[int], list[Call]]  # returns the calls of the block with this index
+Wait = Callable[[Any], Any]  # waits for a result
 
 
 def direct_calls(version: ModuleType, put: Callable[[Any], Any]) -> dict[str, Block]:
-    """Makes calls of the package itself, whose kernels take less time than the host."""
+    """Returns calls of the package itself whose kernels take less time than the host."""
     x, q, k = (put(np.ones(shape, np.float16)) for shape in ((1, 128, 1, 64), (1, 1, 8, 128), (1, 4096, 8, 128)))
     out, lse = version.forward(x, x, x, causal=True, return_lse=True)
 
@@ -217,13 +217,13 @@ def direct_calls(version: ModuleType, put: Callable[[Any], Any]) -> dict[str, Bl
 
 
 def repeated(calls: Mapping[str, Call]) -> dict[str, Block]:
-    """Makes blocks in which a call is repeated."""
+    """Returns blocks in which one call repeats."""
     return {name: lambda block, call=call: [call] * CALLS for name, call in calls.items()}
 
 
 @cache
 def framework_calls(kind: str) -> tuple[dict[str, Block], Wait]:
-    """Makes calls of this process's `cuflash.frameworks.torch` or `.jax`, and what waits for a result."""
+    """Returns calls of this process's `cuflash.frameworks.torch` or `.jax`, and a function that waits for a result."""
     if kind == "jax":
         import jax
 
@@ -250,18 +250,18 @@ def framework_calls(kind: str) -> tuple[dict[str, Block], Wait]:
 
 
 def framework_names(kind: str) -> list[str]:
-    """Lists the names of a framework's calls."""
+    """Returns the names of a framework's calls."""
     return list(framework_calls(kind)[0])
 
 
 def framework_seconds(kind: str, name: str, block: int) -> float:
-    """Times a block of one of a framework's calls."""
+    """Times a block of a framework's call with this name."""
     calls, wait = framework_calls(kind)
     return seconds_of(calls[name](block), wait)
 
 
 def seconds_of(calls: list[Call], wait: Wait) -> float:
-    """Times the host, in seconds for one of these calls."""
+    """Returns the host's seconds for each of these calls."""
     wait(None)
     gc.disable()
     started = time.perf_counter()
@@ -274,7 +274,7 @@ def seconds_of(calls: list[Call], wait: Wait) -> float:
 
 
 def in_turns(names: Iterable[str], timers: list[Callable[[str, int], float]]) -> dict[str, list[float]]:
-    """Gives the medians of both versions, whose blocks alternate. The first block of each warms up."""
+    """Returns the medians of both versions, whose blocks alternate. The first block of each warms up."""
     medians = {}
     for name in names:
         taken: list[list[float]] = [[], []]
@@ -286,7 +286,7 @@ def in_turns(names: Iterable[str], timers: list[Callable[[str, int], float]]) ->
 
 
 def run_host(versions: list[ModuleType], trees: list[Path]) -> dict[str, Any]:
-    """Gives seconds of the host by kind and call, before and after, or the error of a framework that is not there."""
+    """Returns the host's seconds by kind and call, before and after, or the error of a missing framework."""
     import cupy
 
     puts: dict[str, Callable[[Any], Any]] = {"CuPy arrays": cupy.asarray}
@@ -307,7 +307,7 @@ def run_host(versions: list[ModuleType], trees: list[Path]) -> dict[str, Any]:
 
 
 def run_framework(kind: str, trees: list[Path]) -> Any:
-    """Gives seconds of the host by call, before and after, or the text of an error, in a process for each version."""
+    """Returns the host's seconds by call, before and after, or an error's text, from one process for each version."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with checks.process(trees[0]) as before, checks.process(trees[1]) as after:
 
@@ -317,5 +317,5 @@ def run_framework(kind: str, trees: list[Path]) -> Any:
         try:
             names, _ = [process.submit(framework_names, kind).result() for process in (before, after)]
             return in_turns(names, [partial(seconds, process) for process in (before, after)])
-        except Exception as error:  # The framework is not there, or not on this GPU.
+        except Exception as error:  # The framework is not installed, or cannot use this GPU.
             return repr(error)

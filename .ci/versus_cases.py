@@ -1,8 +1,8 @@
-"""The calls that `.ci/versus.py` times: "before" and "after", of the two versions, and others in turns with them.
+"""Calls that `.ci/versus.py` times: "before" and "after", by the two versions, alternating with others.
 
-Cells of `speed` have those two alone. Cells of `varlen` hold sequences of one length, packed, beside the same as a
-dense call. Cells of `mods` have score_mod, mask_mod, bias or sinks, beside a plain call and, with --peers, PyTorch's
-flex_attention by Triton ("flex") and by FlashAttention-4 where it can be imported ("flash"), cuDNN and SDPA.
+Cells of `speed` have these two only. Cells of `varlen` have packed sequences of one length, beside an equal dense call.
+Cells of `mods` have score_mod, mask_mod, bias or sinks, beside a plain call. With --peers they also have PyTorch's
+flex_attention by Triton ("flex") and by FlashAttention-4 if installed ("flash"), cuDNN and SDPA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPS = ("forward", "backward")
 
 
 class Cell(NamedTuple):
-    """Describes calls that take turns. make: what makes them; mods: the row of `MODS` that it takes."""
+    """A group of calls that are timed alternately. make: returns the calls. mods: the row of `MODS`, if any."""
 
     group: str
     trial: checks.Trial
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Gives a short name that no other cell has."""
+        """A short unique name."""
         trial = self.trial
         lengths, heads, dims = ("/".join(map(str, dict.fromkeys(n))) for n in (trial.seqlens, trial.heads, trial.dims))
         op = "deterministic" if trial.deterministic else trial.op
@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 
 
 def of_version(version: ModuleType, arrays: list[Any], op: str, keywords: Any, **more: Any) -> tuple[Call, Any]:
-    """Makes a call of a version, and out. more: keywords of backward alone."""
+    """Returns a call of a version, and out. more: keywords of backward alone."""
     q, k, v, dout = arrays
     out, lse = version.forward(q, k, v, return_lse=True, **keywords)
     if op == "forward":
@@ -62,7 +62,7 @@ def of_version(version: ModuleType, arrays: list[Any], op: str, keywords: Any, *
 
 
 def dense_calls(speed: Speed, cell: Cell) -> Calls:
-    """Makes the call of each version. Both read the same arrays, and forward writes to the same `out`."""
+    """Returns the call of each version. Both read the same arrays, and forward writes to the same `out`."""
     (q, k, v, dout), trial = speed.arrays(cell.trial), cell.trial
     out, lse = speed.versions["before"].forward(q, k, v, return_lse=True, **trial.arguments)
     if trial.op == "forward":
@@ -72,7 +72,7 @@ def dense_calls(speed: Speed, cell: Cell) -> Calls:
 
 
 def dense_cells() -> list[Cell]:
-    """Lists dense calls. A cell has 16384 tokens and 2048 columns, as in the README, unless it says otherwise."""
+    """Returns dense calls, by default with 16384 tokens and 2048 columns, as in the README."""
     cells: list[Cell] = []
 
     def add(group: str, ops: str, keys: int, *dims: int, queries: int = 0, batch: int = 0,
@@ -108,7 +108,7 @@ SHAPES = ((64, 32, 32), (64, 16, 16), (96, 16, 16), (128, 16, 16), (128, 32, 8),
 
 
 def varlen_calls(speed: Speed, cell: Cell) -> Calls:
-    """Makes a packed call of each version and the dense one, after it has compared the bits that forward gives."""
+    """Returns a packed call of each version and the dense call, after comparing the bits of their forward."""
     trial, arrays, seqlen = cell.trial, speed.arrays(cell.trial), cell.trial.seqlens[0]
     packed = [x.reshape(-1, *x.shape[2:]) for x in arrays]
     bounds = speed.put(np.arange(0, trial.batch * seqlen + 1, seqlen, dtype=np.int32))
@@ -123,7 +123,7 @@ def varlen_calls(speed: Speed, cell: Cell) -> Calls:
 
 
 def varlen_cells() -> list[Cell]:
-    """Lists sequences of one length, in all 16k tokens of float16."""
+    """Returns calls on sequences of one length, 16k tokens in float16."""
     cells = []
     for op, (dim, *heads), seqlen, causal in product(OPS, SHAPES, (512, 1024, 2048, 8192), (False, True)):
         shape = TOKENS // seqlen, (seqlen, seqlen), tuple(heads), (dim, dim)
@@ -137,7 +137,7 @@ WINDOW, PREFIX, CAP = 1024, 1024, 30.0
 
 
 class Mods(NamedTuple):
-    """Keywords of our call, those of a plain call, our mask_mod for a block mask, and the functions for Flex."""
+    """Keywords of our call and of a plain call, our mask_mod for a block mask, and the functions for Flex."""
 
     ours: dict[str, Any]
     plain: dict[str, Any]
@@ -150,7 +150,7 @@ MODS = ("none", "causal", "window", "alibi", "softcap", "documents", "causal_doc
 
 
 def mods_of(name: str, version: ModuleType, speed: Speed, heads: int, seqlen: int) -> Mods:
-    """Makes a row of `MODS` for one version."""
+    """Returns a row of `MODS` for one version."""
     mods, yes, no = version.mods, {"causal": True}, {}
     slopes = speed.put(np.exp2(-8.0 * np.arange(1, heads + 1) / heads).astype(np.float32))
     sinks = speed.put(np.linspace(-1.0, 2.0, heads, dtype=np.float32))
@@ -177,7 +177,7 @@ def mods_of(name: str, version: ModuleType, speed: Speed, heads: int, seqlen: in
 
 
 def mod_calls(speed: Speed, cell: Cell) -> Calls:
-    """Makes calls with a block mask, if there is a mask_mod, as Flex has one; "mask_mod" makes it in each call."""
+    """Returns calls with mods. A mask_mod has a prebuilt block mask, as in Flex; "mask_mod" builds it in each call."""
     trial, arrays, seqlen = cell.trial, speed.arrays(cell.trial), cell.trial.seqlens[0]
     grouped, after = trial.heads[0] != trial.heads[1], speed.versions["after"]
 
@@ -208,7 +208,7 @@ def mod_calls(speed: Speed, cell: Cell) -> Calls:
 
 
 def pair_bias_calls(speed: Speed, cell: Cell) -> Calls:
-    """Makes calls along the rows of pairs, which share a bias; backward also makes its gradient."""
+    """Returns calls along the rows of pairs, which share a bias; backward also computes its gradient."""
     trial, arrays, seqlen = cell.trial, speed.arrays(cell.trial), cell.trial.seqlens[0]
     bias, after = speed.array((1, trial.heads[0], seqlen, seqlen), trial.dtype, 4), speed.versions["after"]
     ours = partial(of_version, arrays=arrays, op=trial.op)
@@ -223,7 +223,7 @@ def pair_bias_calls(speed: Speed, cell: Cell) -> Calls:
 
 
 def block_mask_calls(speed: Speed, cell: Cell) -> Calls:
-    """Makes calls that make a block mask of causal documents."""
+    """Returns calls that build a block mask of causal documents."""
     (q, *_), seqlen = speed.arrays(cell.trial), cell.trial.seqlens[0]
 
     def ours(version: ModuleType) -> tuple[Call, Any]:
@@ -242,7 +242,7 @@ def block_mask_calls(speed: Speed, cell: Cell) -> Calls:
 
 
 def new_function_calls(speed: Speed, cell: Cell) -> Calls:
-    """Makes calls of a score_mod that no call had before, and of one whose kernels are in the cache on disk."""
+    """Returns calls with a new score_mod each time, and with one whose kernels are in the cache on disk."""
     arrays, op, after = speed.arrays(cell.trial), cell.trial.op, speed.versions["after"]
     q, k, v, dout = arrays
     inputs = (q, k, v) if op == "forward" else (dout, q, k, v, *after.forward(q, k, v, return_lse=True))
@@ -269,7 +269,7 @@ def new_function_calls(speed: Speed, cell: Cell) -> Calls:
 
 
 def mods_cells() -> list[Cell]:
-    """Lists calls with mods in bfloat16, then pair bias, block masks and functions that are new."""
+    """Returns calls with mods in bfloat16, then pair bias, block masks and new functions."""
     cells: list[Cell] = []
 
     def add(group: str, make: Any, mods: str, op: str, batch: int, n: int, heads: Any, d: int, **more: Any) -> None:
@@ -293,7 +293,7 @@ CELLS = {"speed": dense_cells, "varlen": varlen_cells, "mods": mods_cells}
 
 
 def peer(arrays: list[Any], op: str, attend: Callable[..., Any], *more: Any) -> tuple[Call, Any]:
-    """Makes a call of a function that takes (batch, heads, seqlen, dim) and `more`, and out in our layout."""
+    """Returns a call of a function that takes (batch, heads, seqlen, dim) and `more`, and out in our layout."""
     import torch
 
     *inputs, dout = (x.transpose(1, 2).contiguous() for x in arrays)
@@ -304,11 +304,11 @@ def peer(arrays: list[Any], op: str, attend: Callable[..., Any], *more: Any) -> 
 
 
 def flex(row: Mods, seqlen: int, grouped: bool, **more: Any) -> Callable[..., Any]:
-    """Compiles flex_attention for one cell."""
+    """Returns flex_attention compiled for one cell."""
     import torch
     from torch.nn.attention import flex_attention as flex
 
-    torch.compiler.reset()  # After a few problems it would not compile anew.
+    torch.compiler.reset()  # After a few problems it would no longer compile.
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     mask = row.flex_mask and flex.create_block_mask(row.flex_mask, None, None, seqlen, seqlen, device="cuda")
     attend = partial(compiled, score_mod=row.flex_score, block_mask=mask, enable_gqa=grouped, **more)
@@ -323,7 +323,7 @@ def flex(row: Mods, seqlen: int, grouped: bool, **more: Any) -> Callable[..., An
 
 
 def sdpa(backend: str, **keywords: Any) -> Callable[..., Any]:
-    """Gives scaled_dot_product_attention by one backend, which takes a bias for all sequences."""
+    """Returns scaled_dot_product_attention by one backend, with an optional bias for all sequences."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 

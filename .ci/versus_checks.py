@@ -1,4 +1,4 @@
-"""Compares the outputs of two versions on random problems, and imports versions, for `.ci/versus.py`."""
+"""Comparison of two versions' outputs on random problems, and their import, for `.ci/versus.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shape = tuple[int, int, int, int]
 
 
 def inner(package: str, *names: str) -> Any:
-    """Finds a function of the module that compiles kernels, by its name in any version. No more is touched inside."""
+    """Returns a function of the compiling module by its name in any version. No other internals are read."""
     for module, name in itertools.product(("jit", "runtime.compiler", "runtime.cache", "runtime.disk_cache"), names):
         with contextlib.suppress(ModuleNotFoundError):
             if function := getattr(importlib.import_module(f"{package}.{module}"), name, None):
@@ -33,7 +33,7 @@ def inner(package: str, *names: str) -> Any:
 
 
 def compile_ahead(versions: list[ModuleType], trials: Iterable[Trial]) -> None:
-    """Compiles the kernels of problems on all cores. If there is none, or it does not compile, the call tells it."""
+    """Compiles the kernels of problems on all cores. Errors are ignored, as the calls raise them again."""
     for version in versions:
         variants: dict[Any, None] = {}
         for trial in trials:
@@ -45,7 +45,7 @@ def compile_ahead(versions: list[ModuleType], trials: Iterable[Trial]) -> None:
 
 
 def process(tree: Path) -> ProcessPoolExecutor:
-    """Starts a process whose `cuflash` is that of this tree. Some names can be registered once in a process only."""
+    """Starts a process that imports this tree's `cuflash`. Some names can be registered once in a process only."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prefer, (str(tree),))
 
 
@@ -60,10 +60,10 @@ def prefer(folder: str) -> None:
 # Outputs.
 
 HEAD_DIMS = (64, 128, 256, 64, 128, 256, 32, 40, 80, 96, 160, 192)
-# With these lengths the last tile of some kernel is whole, or holds one row, or lacks one.
+# Lengths with which the last tile of some kernel is whole, or has one row, or lacks one.
 SEQLENS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 384, 385, 512, 640, 641)
 MAX_SEQLEN = 700
-# An array lies in memory of the first shape, and is the second part of it.
+# By layout: the shape of the memory, and the view of the array in it.
 LAYOUTS: dict[str, tuple[Callable[..., tuple[int, ...]], Callable[[Any, Shape], Any]]] = {
     "dense": (lambda b, s, h, d: (b, s, h, d), lambda memory, shape: memory),
     "heads first": (lambda b, s, h, d: (b, h, s, d), lambda memory, shape: memory.transpose(0, 2, 1, 3)),
@@ -73,14 +73,14 @@ LAYOUTS: dict[str, tuple[Callable[..., tuple[int, ...]], Callable[[Any, Shape], 
     "gaps": (lambda b, s, h, d: (b, s, h, 2 * d), lambda memory, shape: memory[..., ::2]),
     "backwards": (lambda b, s, h, d: (b, s, h, d), lambda memory, shape: memory[:, ::-1]),
 }
-# This is one unit in the last place of 1; for float32 it is more, because sums may be made in another order.
+# One unit in the last place of 1; more for float32, whose sums may run in another order.
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-17}
-ERROR_RATIO = 1.05  # An error may grow by this factor, where results need not be the same bits.
-NOISE = 1e-2  # Results that are smaller than this are rounding errors, because the inputs are about 1.
+ERROR_RATIO = 1.05  # most growth of an error, where bits may differ
+NOISE = 1e-2  # Smaller results are rounding errors, as the inputs are about 1.
 
 
 class Trial(NamedTuple):
-    """Describes one problem. A random one, and the values of its arrays, follow from `seed`."""
+    """A problem. `seed` determines a random one, and the values of its arrays."""
 
     op: str  # "forward", "lse" or "backward"
     dtype: str
@@ -91,15 +91,15 @@ class Trial(NamedTuple):
     arguments: dict[str, Any]  # the mask, the scale and the softcap
     deterministic: bool = False
     with_dlse: bool = False
-    gives_out: bool = False  # Forward writes to an array of the caller's, which holds NaN before.
+    gives_out: bool = False  # True if forward writes to the caller's array, which holds NaN before
     algorithm: str = "flash2"
     out_dtype: str | None = None
-    layouts: dict[str, str] = {}  # how arrays that are not dense lie in memory  # noqa: RUF012
+    layouts: dict[str, str] = {}  # layouts of arrays that are not dense  # noqa: RUF012
     seed: int = 0
 
     @classmethod
     def drawn(cls, seed: int) -> Trial:
-        """Makes the random problem of this seed."""
+        """Returns the random problem of a seed."""
         from cuflash.testing.draw import Draw
 
         draw = Draw(seed)
@@ -114,7 +114,7 @@ class Trial(NamedTuple):
         arguments = {
             "causal": often(0.5),
             "window_size": window if often(0.3) else (-1, -1),
-            # The large offsets leave some rows, or all of them, without a key.
+            # Large offsets leave some rows, or all, without a key.
             "diagonal_offset": pick(None, None, None, 0, int(rng.integers(-300, 300)), -1000, 1000),
             "softmax_scale": pick(None, None, 0.31, 1.0),
             "softcap": pick(1.5, 15.0, 30.0) if often(0.2) else 0.0,
@@ -123,28 +123,28 @@ class Trial(NamedTuple):
         algorithm = pick("flash2", "flash2", "flash2", "flash1", "flashd")
         out_dtype = "float32" if often(0.15) and dtype != "float32" and op == "forward" else None
         shape = pick(1, 1, 1, 2, 2, 3), seqlens, heads, (d, pick(d, d, dv))
-        # Exact results of capped scores have no memory around them to compare with.
+        # No given out with softcap: its results are compared with exact ones, which have no memory around them.
         flags = often(0.5), often(0.5), often(0.5) and op == "forward" and not arguments["softcap"]
         return cls(op, dtype, *shape, arguments, *flags, algorithm, out_dtype, layouts, seed)
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Gives the shapes of q, k, v, out and dout."""
+        """The shapes of q, k, v, out and dout."""
         q, k = ((self.batch, n, h, self.dims[0]) for n, h in zip(self.seqlens, self.heads, strict=True))
         out = (*q[:3], self.dims[1])
         return {"q": q, "k": k, "v": (*k[:3], self.dims[1]), "out": out, "dout": out}
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Gives what its op takes by keyword, except arrays."""
+        """The keyword arguments of the op, except arrays."""
         more = {"forward": {"algorithm": self.algorithm, "out_dtype": self.out_dtype}}
         more["backward"] = {"deterministic": self.deterministic}
         return self.arguments | more.get(self.op, {})
 
     def plans(self, package: ModuleType) -> Iterator[Any]:
-        """Plans the calls on the first GPU."""
-        # A plan knows strides and no addresses. Odd rows stand for unaligned arrays, as the same kernels take both, and
-        # dense arrays for those with gaps, because a call copies these.
+        """Yields the plans of the calls on the first GPU."""
+        # A plan has strides but no addresses. Odd rows stand in for unaligned arrays, as the same kernels take both;
+        # dense arrays stand in for arrays with gaps, as a call copies these.
         stand_in = {"gaps": "dense", "unaligned": "odd rows"}
         layouts = {name: stand_in.get(layout, layout) for name, layout in self.layouts.items()}
         arrays = [self.array(x, np.empty, layouts.get(x, "dense"))[1] for x in ("qk" if self.op == "lse" else "qkv")]
@@ -153,13 +153,13 @@ class Trial(NamedTuple):
         yield package.plan(*arrays, op=self.op, device="cuda:0", **self.keywords)
 
     def array(self, name: str, make: Callable[..., Array], layout: str) -> tuple[Array, Array]:
-        """Makes memory by `make`, and the array of this name and layout within it."""
+        """Returns memory from `make`, and the array of this name and layout within it."""
         shape, dtype = self.shapes[name], self.out_dtype if name == "out" else None
         memory = make(LAYOUTS[layout][0](*shape), dtype=numpy_dtype(dtype or self.dtype))
         return memory, LAYOUTS[layout][1](memory, shape)
 
     def keeps_an_order(self, package: ModuleType) -> bool:
-        """Tells whether a GPU adds up in a fixed order, as it does for gradients on Hopper over head dim 128 alone."""
+        """Returns True if the GPU sums in a fixed order; gradients: deterministic, or on Hopper over head dim 128."""
         if self.deterministic or self.op != "backward":
             return True
         *_, plan = self.plans(package)
@@ -168,16 +168,16 @@ class Trial(NamedTuple):
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Gives the NumPy dtype of that name. NumPy knows bfloat16 once ml_dtypes is imported."""
+    """Returns the NumPy dtype of a name. Importing ml_dtypes registers bfloat16."""
     importlib.import_module("ml_dtypes")
     return np.dtype(name)
 
 
-nans = partial(np.full, fill_value=np.nan)  # makes an array that holds nothing but NaN
+nans = partial(np.full, fill_value=np.nan)  # returns an array of NaN
 
 
 class Inputs:
-    """Holds the arrays of a problem: `host` has their values, and both versions take what is in `inputs`."""
+    """The arrays of a problem: `host` has their values, and `inputs` the arrays that both versions take."""
 
     def __init__(self, trial: Trial, before: ModuleType, on_gpu: bool) -> None:
         self.trial, self.put, self.get = trial, np.array, np.array
@@ -197,12 +197,12 @@ class Inputs:
                 shape = trial.batch, trial.heads[0], trial.seqlens[0]
                 self.host["dlse"] = rng.standard_normal(shape, dtype=np.float32)
                 self.inputs["dlse"] = self.put(self.host["dlse"])
-            # Both versions get the older one's, so that a change of forward shows in forward alone.
+            # Both versions get the older version's out and lse, so that a change of forward shows in forward alone.
             state = before.forward(*(self.inputs[name] for name in "qkv"), return_lse=True, **trial.arguments)
             self.inputs["out"], self.inputs["lse"] = state
 
     def call(self, package: ModuleType) -> dict[str, Any] | Exception:
-        """Gives the results of one version by name, or its error. A given `out` comes with all memory around it."""
+        """Returns the results of one version by name, or its error. A given `out` includes the memory around it."""
         trial, inputs, keywords = self.trial, self.inputs, self.trial.keywords
         q, k, v = (inputs.get(name) for name in "qkv")
         try:
@@ -229,7 +229,7 @@ def run_outputs(versions: list[ModuleType], trials: Iterable[Trial], on_gpu: boo
     for trial in trials:
         try:
             verdict, text = validate(trial, versions, on_gpu)
-        except Exception as error:  # The other problems still have something to tell.
+        except Exception as error:  # The other problems are still compared.
             verdict, text = "different", f"no comparison: {error!r}"
         counts.setdefault(trial.op, Counter())[verdict] += 1
         if verdict == "different":
@@ -239,10 +239,10 @@ def run_outputs(versions: list[ModuleType], trials: Iterable[Trial], on_gpu: boo
 
 
 def validate(trial: Trial, versions: list[ModuleType], on_gpu: bool) -> tuple[str, str]:
-    """Gives the verdict on one problem, and says what differs."""
+    """Returns the verdict on one problem, and a text about the differences."""
     inputs = Inputs(trial, versions[0], on_gpu)
-    # The older version's results keep their memory until the newer one's are there, which could otherwise be written to
-    # the same place: an element that the newer version forgets would have the right value.
+    # The older version's results stay in memory until the newer version has run. Otherwise newer results could reuse
+    # that memory, and an element that they skip would have the right value.
     before, after = (inputs.call(package) for package in versions)
     if isinstance(before, Exception) or isinstance(after, Exception):
         kinds = {type(before).__name__, type(after).__name__}
@@ -262,17 +262,17 @@ def validate(trial: Trial, versions: list[ModuleType], on_gpu: bool) -> tuple[st
 
 
 def same_bits(old: Array, new: Array) -> bool:
-    """Tells whether two arrays are the same, down to the bits of NaN and of zero."""
+    """Returns True if two arrays are equal, including the bits of NaN and of zero."""
     return (old.shape, old.dtype) == (new.shape, new.dtype) and np.array_equal(bits(old), bits(new))
 
 
 def bits(array: Array) -> Array:
-    """Views the elements as integers."""
+    """Returns a view of the elements as integers."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
 def difference(old: Array, new: Array, exact: Array | None) -> str:
-    """Says what differs. With `exact` a result may differ, unless it is further from that than the old one was."""
+    """Returns a text about the difference, "" for none. With `exact`, the new result may differ if it is as exact."""
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         return f"{old.dtype}{old.shape} before, {new.dtype}{new.shape} after"
     odd = [np.where(np.isfinite(x), 0.0, x) for x in (old.astype(np.float64), new.astype(np.float64))]
@@ -287,7 +287,7 @@ def difference(old: Array, new: Array, exact: Array | None) -> str:
 
 
 def errors(result: Array, exact: Array) -> tuple[float, float]:
-    """Gives the norm of the error and its largest element, over those of the wanted result, where both are finite."""
+    """Returns the norm and the largest element of the error, relative to the exact result, where both are finite."""
     finite = np.isfinite(exact) & np.isfinite(result.astype(np.float64))
     result, exact = (np.where(finite, x.astype(np.float64), 0.0) for x in (result, exact))
     off, size = result - exact, NOISE * math.sqrt(max(exact.size, 1))
@@ -296,7 +296,7 @@ def errors(result: Array, exact: Array) -> tuple[float, float]:
 
 
 def attention64(trial: Trial, host: dict[str, Array]) -> dict[str, Array]:
-    """Computes a problem in float64, by the yardstick of the tests."""
+    """Returns the results of a problem in float64, by the oracle of the tests."""
     from cuflash.testing import oracle
 
     q, k, v = (trial.shapes[name] for name in "qkv")

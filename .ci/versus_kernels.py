@@ -1,9 +1,8 @@
-"""Lists the kernels of two trees for `.ci/versus`, pairs those that correspond, and compares registers and cubins.
+"""Lists the kernels of two trees for `.ci/versus.py`, pairs them, and compares registers and cubins.
 
-A kernel without score_mod, mask_mod, bias, sinks and dropout (*mods*) is paired by its name, where words that were
-renamed count as equal (`RENAMED`). Names of kernels with mods hold a digest of generated text, which changes whenever
-that text is renamed. They are paired by the call that launches them, their op, and their index among the call's kernels
-of that op.
+A kernel without score_mod, mask_mod, bias, sinks and dropout (*mods*) is paired by its name, after renaming old words
+(`RENAMED`). Names of kernels with mods contain a digest of generated text, which changes with every renaming in it.
+They are paired by the call that launches them, their op, and their index among the call's kernels of that op.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ import numpy as np
 import versus_checks as checks
 
 ROOT = Path(__file__).resolve().parents[1]
-# Words of kernel names in older trees, and the words that took their place. A key may join several by underscores.
+# Words of kernel names in older trees, and their current names. A key may be several words with underscores.
 RENAMED: dict[str, str] = {
     "backward_own": "backward_mods",
     "seen_counts": "tile_counts",
     "lengths": "varlen",
     "tells": "seqlens",
 }
-# Modules of tests/ or tests/support/ that list kernels, by functions of the same name: the newest name first.
+# Modules of tests/ or tests/support/ that list kernels by a function of the same name; newest name first.
 PLAIN_LISTS = ("variants",)
 MOD_LISTS = ("mod_variants", "own_variants")
-# Calls with dropout: head dim, dtype, whether they are packed, and whether strides forbid Hopper's kernels.
+# Calls with dropout: head dim, dtype, True if packed, and True if strides forbid sm90 kernels.
 DROPOUT_SHAPES = (
     *((64, "float16", packed, generic) for packed in (False, True) for generic in (False, True)),
     *((dim, "float16", packed, False) for dim in (128, 256) for packed in (False, True)),
@@ -46,13 +45,13 @@ DROPOUT_SHAPES = (
 )
 SYMBOL = "-DCUFLASH_KERNEL="  # the option that gives a kernel its name
 ONE_SYMBOL = f"{SYMBOL}cuflash_kernel"
-ERROR = "error "  # begins what stands in place of a digest where a kernel does not compile
+ERROR = "error "  # prefix of an error text, which replaces the digest of a kernel that does not compile
 
 Kernels = Iterator[tuple[str, Any]]  # labels and variants
 
 
 def renamed(name: str, words: dict[str, str] = RENAMED) -> str:
-    """Returns the name that a kernel of an older tree has today. The longest key that fits is replaced, once."""
+    """Returns the current name of an older tree's kernel. Only the longest key that fits is replaced, once."""
     if not words:
         return name
     keys = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
@@ -63,7 +62,7 @@ def renamed(name: str, words: dict[str, str] = RENAMED) -> str:
 
 
 def plain_kernels(archs: Iterable[str], is_older: bool) -> Kernels:
-    """Yields all kernels without mods, by architecture and today's name."""
+    """Yields all kernels without mods, by architecture and current name."""
     variants = list_of(PLAIN_LISTS)[1]
     for arch in archs:
         for variant in variants(arch):
@@ -119,7 +118,7 @@ def dropout_calls(arch: str) -> dict[str, list[Any]]:
     for (dim, dtype, packed, generic), (name, mods, grads) in product(DROPOUT_SHAPES, kinds):
         shape = (2 * seqlen,) if packed else (2, seqlen)
         q, k, v = (np.zeros((*shape, count, dim), dtype) for count in (heads, 2, 2))
-        q = q[::-1] if generic and packed else q[:, ::-1] if generic else q  # no kernel of Hopper's reads this
+        q = q[::-1] if generic and packed else q[:, ::-1] if generic else q  # sm90 kernels cannot read this
         lengths: dict[str, Any] = {}
         if packed:
             lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), np.array([0, seqlen, 2 * seqlen], np.int32))
@@ -150,7 +149,7 @@ def run(part: str, trees: list[Path], archs: list[str], folder: Path, text: str)
 
 
 def of_all(is_older: bool, of_one: Any, lists: Any, archs: list[str], folder: Path, text: str) -> dict[str, Any]:
-    """Returns `of_one` of all kernels of this process's tree that are listed and whose label holds this text."""
+    """Returns `of_one` of all listed kernels of this process's tree whose label contains the text."""
     checks.inner("cuflash", "nvrtc_version")()  # In one thread: CuPy's first search for NVRTC is not safe in several.
     folder.mkdir(parents=True, exist_ok=True)
     chosen: dict[str, Any] = {}
@@ -164,7 +163,7 @@ def of_all(is_older: bool, of_one: Any, lists: Any, archs: list[str], folder: Pa
 
 
 def cached(file: Path, make: Callable[[], str]) -> str:
-    """Returns the text of a file, which other processes find whole or not at all, or makes it. It keeps no error."""
+    """Returns the text of a file, or of `make`, which is then written to the file atomically unless it is an error."""
     if file.is_file():
         return file.read_text("utf-8")
     text = make()
@@ -176,7 +175,7 @@ def cached(file: Path, make: Callable[[], str]) -> str:
 
 
 def failures(part: str, result: dict[str, Any]) -> Iterator[str]:
-    """Yields a line for each kernel that got worse or that one tree alone has, and one if there is no kernel at all."""
+    """Yields a line for each kernel that got worse or that one tree lacks, and one if there are no kernels."""
     if not result["kernels"]:
         yield f"{part}: no kernel was compared"
     for label, (old, new) in result["differ"].items():
@@ -188,14 +187,13 @@ def failures(part: str, result: dict[str, Any]) -> Iterator[str]:
 
 # Registers.
 
-# A SM has so many warps, blocks and KiB of shared memory. Source: CUDA C++ Programming Guide, "Compute
-# Capabilities".
+# Warps, blocks and KiB of shared memory of an SM. Source: CUDA C++ Programming Guide, "Compute Capabilities".
 LIMITS = {"sm_80": (64, 32, 164), "sm_86": (48, 16, 100), "sm_89": (48, 24, 100), "sm_90": (64, 32, 228)}
 LIMITS |= {"sm_100": (64, 32, 228), "sm_120": (48, 24, 100)}
 
 
 def resident_blocks(arch: str, registers: int, threads: int, shared: int) -> int:
-    """Counts the blocks that fit an SM. Registers go to four warps at a time, in units of 256 a warp."""
+    """Returns the number of blocks that fit an SM. Registers are allocated to four warps, in units of 256 a warp."""
     warps, blocks, kib = LIMITS[arch.rstrip("a")]
     of_block = -(-threads // 128) * 4
     by_registers = 65536 // (-(-registers * 32 // 256) * 256) // 4 * 4 // of_block
@@ -204,7 +202,7 @@ def resident_blocks(arch: str, registers: int, threads: int, shared: int) -> int
 
 
 def figures_of(variant: Any, folder: Path) -> dict[str, Any]:
-    """Compiles a kernel and keeps its figures in a file, whose name is a digest of all that they depend on."""
+    """Returns the figures of a kernel, cached in a file named by a digest of everything that they depend on."""
     options, version = checks.inner("cuflash", "options")(variant), checks.inner("cuflash", "nvrtc_version")()
     digest = hashlib.sha256(repr((options, version, variant.smem_bytes, variant.num_threads)).encode())
     for path in checks.inner("cuflash", "included_files")(checks.inner("cuflash", "source_root")() / variant.source):
@@ -214,7 +212,7 @@ def figures_of(variant: Any, folder: Path) -> dict[str, Any]:
 
 
 def compiled_figures(variant: Any) -> str:
-    """Returns the figures of a kernel as JSON, or why it does not compile."""
+    """Returns the figures of a kernel as JSON, or the error of its compilation."""
     try:
         log = checks.inner("cuflash", "compile_variant")(variant)[1]
     except Exception as error:
@@ -228,7 +226,7 @@ def compiled_figures(variant: Any) -> str:
 
 
 def worse_figures(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Yields what got worse in a kernel."""
+    """Yields a text for each figure of a kernel that got worse."""
     if "error" in after and "error" not in before:
         yield f"does not compile: {after['error']}"
     if after.get("spill", 0) > before.get("spill", 0):
@@ -264,9 +262,9 @@ def without_names(cubin: bytes) -> bytes:
 
 
 def digest_of(variant: Any, folder: Path) -> str:
-    """Returns the SHA-256 of a kernel's cubin with `ONE_SYMBOL` and without names, or what is wrong with the kernel.
+    """Returns the SHA-256 of a kernel's cubin with `ONE_SYMBOL` and without names, or the error of its compilation.
 
-    A file keeps it, whose name is a digest of all that is compiled: options, NVRTC's version, text and included files.
+    It is cached in a file named by a digest of options, NVRTC's version, text and included files.
     """
     options, text, files = (checks.inner("cuflash", name)(variant) for name in ("options", "program_text", "files_of"))
     root = checks.inner("cuflash", "source_root")()
@@ -280,10 +278,10 @@ def digest_of(variant: Any, folder: Path) -> str:
 
 
 def compiled_digest(source: Path, text: str, options: list[str]) -> str:
-    """Returns the digest of a program's cubin, or why it does not compile."""
+    """Returns the digest of a program's cubin, or the error of its compilation."""
     from cupy.cuda import nvrtc
 
-    # A text that includes its source has a name of its own: NVRTC would take the program itself for the source.
+    # A text that includes its source needs another name: NVRTC would include the program itself.
     is_whole = text == source.read_text("utf-8")
     program = nvrtc.createProgram(text, source.name if is_whole else "with_mods.cu", (), ())
     try:
@@ -297,7 +295,7 @@ def compiled_digest(source: Path, text: str, options: list[str]) -> str:
 
 
 def worse_cubin(before: str, after: str) -> Iterator[str]:
-    """Yields which one does not compile, or that they differ."""
+    """Yields an error for each cubin that does not compile, or else that the cubins differ."""
     texts = {"the older one": before, "the newer one": after}
     wrong = [f"{which}: {text}" for which, text in texts.items() if text.startswith(ERROR)]
     yield from wrong or ["the cubins differ"]
