@@ -1,4 +1,4 @@
-"""The plan of `append_kv`: a thread for each piece of a row, and the fields of the arrays."""
+"""Plan of `append_kv`: a thread for each piece of a row, and the fields of the arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of backward: their kernels in order, how work is shared out for speed, at its edges and within its bounds."""
+"""Plans of backward: kernels in order, division of work, edge cases and limits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_kernels_of_each_device_in_order(arch: str, dtype: str, deterministi
             expected = ["backward"] if dim <= 128 else ["backward_dq", "backward_dk", "backward_dv"]
         assert [launch.variant.op for launch in plan.launches] == ["delta", *expected]
         assert plan.variant is plan.launches[1].variant
-        if len(expected) == 3:  # their sums have one order in any case
+        if len(expected) == 3:  # sums have a fixed order, deterministic or not
             assert plan.launches == backward(dim, dim, arch=arch, **more).launches
 
 
@@ -60,7 +60,7 @@ def test_only_delta_is_told_of_an_out_in_float32() -> None:
 
 @DETERMINISTIC
 def test_where_there_is_nothing_to_read_only_what_writes_is_launched(deterministic: bool) -> None:
-    # launches are of delta, of dk and dv, of dq
+    # Launches of delta, of dk and dv, of dq.
     for dims, expected in (
         ((0, 5, 7, 4, 2), [False, False, False]),
         ((2, 0, 7, 4, 4), [False, True, False]),
@@ -79,7 +79,7 @@ def test_as_many_blocks_as_a_launch_has_are_supported(arch: str, deterministic: 
     most = MAX_GRID // (STATS_ROWS // DELTA_ROWS)  # heads of one query, counted in blocks of delta
     plan = backward(arch=arch, dims=(most, 1, 1, 1, 1), deterministic=deterministic)
     assert MAX_GRID - 4 < max(launch.num_blocks for launch in plan.launches) <= MAX_GRID
-    # too many for delta, for dk and dv, and of key blocks, of which Hopper's blocks take several
+    # Too many for delta; for dk and dv; too many key blocks, of which an sm90 block takes several.
     for dims in ((most + 1, 1, 1, 1, 1), (2**20, 1, 2**20, 1, 1), (2**24, 1, 2**14, 1, 1)):
         with pytest.raises(UnsupportedError, match=rf"batch {dims[0]} .*at most {MAX_GRID}.*Split the batch"):
             backward(arch=arch, dims=dims, deterministic=deterministic)
@@ -89,7 +89,7 @@ def test_memory_and_work_of_one_problem_in_numbers() -> None:
     more: dict[str, Any] = {"dims": (2, 300, 500, 4, 2), "causal": True, "dtype": "float16"}
     plan, fixed = (backward(72, 96, deterministic=deterministic, **more) for deterministic in (False, True))
     stats, dq, dkdv = 8 * 2 * 4 * 384, 4 * 2 * 4 * 304 * 96, 4 * 2 * 2 * 2 * 512 * 96
-    # 32 blocks of keys do not fill the GPU, so each head of a group gets its own, and its own share of dk and dv
+    # 32 key blocks do not fill the GPU, so each head of a group gets separate thread blocks, and separate dk and dv.
     assert {name: part.size for name, part in plan.workspace.items()} == {
         "stats": stats, "dq_acc": dq, "dk_acc": dkdv, "dv_acc": dkdv}  # fmt: skip
     assert plan.workspace_bytes == stats + dq + 2 * dkdv
@@ -101,7 +101,7 @@ def test_memory_and_work_of_one_problem_in_numbers() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 32])
-def test_the_heads_of_a_group_are_split_only_where_few_keys_would_leave_the_gpu_idle(group: int) -> None:
+def test_query_heads_are_split_only_with_few_keys(group: int) -> None:
     splits, costs = [], []
     for seqlen in (1, 300, 4096, 2**16):
         plan = backward(128, 128, arch="sm_80", dims=(1, 64, seqlen, group, 1))
@@ -115,7 +115,7 @@ def test_the_heads_of_a_group_are_split_only_where_few_keys_would_leave_the_gpu_
     assert max(costs) <= 2**26  # whatever the length: some waves of blocks of 64 keys
 
 
-def test_blocks_of_threads_that_wait_for_those_before_them_are_numbered_as_they_begin() -> None:
+def test_deterministic_blocks_are_numbered_by_a_counter() -> None:
     for dim in (64, 96, 128):
         for deterministic in (False, True):
             launch = backward(dim, dim, arch="sm_90", causal=True, deterministic=deterministic).launches[-1]
@@ -166,14 +166,14 @@ def test_rows_of_more_sequences_than_kernels_count_are_refused() -> None:
         cuflash.plan(few, few, few, op="backward", dtype="bfloat16", device="sm_90", **varlen_kwargs)
 
 
-def test_few_packed_keys_of_wide_grouped_heads_are_shared_out_by_the_kernels_for_any_gpu() -> None:
+def test_few_packed_keys_of_wide_grouped_heads_take_sm80_kernels() -> None:
     few = of_lengths(256, 2, 256, heads=(16, 2))
     assert "few keys" in few.fallback
     assert of_lengths(256, 64, 256, heads=(16, 2)).fallback is None
 
 
 def mod_problem(head_dim: int, dims: tuple[int, int, int, int, int] = (2, 300, 500, 4, 2), **arguments: Any) -> Problem:
-    """A problem with score_mod, unless `score_mod` is None, and perhaps with sinks or dropout."""
+    """Returns a problem with a score_mod, unless `score_mod` is None, and other mods in `arguments`."""
     batch, seqlen_q, seqlen_k, heads, heads_kv = dims
     q, k = (batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_kv, head_dim)
     arguments = {"score_mod": lambda score, b, h, q_idx, k_idx: score * score + (q_idx - k_idx)} | arguments
@@ -195,7 +195,7 @@ def test_kernels_are_told_of_mods_as_their_rows_are(dim: int, deterministic: boo
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_kernels_that_spill_registers_give_way_to_others_and_in_the_end_to_those_for_any_gpu(dim: int) -> None:
+def test_kernels_that_spill_give_way_to_others_and_at_last_to_sm80(dim: int) -> None:
     problem, spilled, taken = mod_problem(dim, dims=(2, 8192, 8192, 2, 2)), set[Variant](), []
     while (plan := backward_plan(problem, H100, (), spilled)).fallback is None:
         variants = [launch.variant for launch in plan.launches[1:]]
@@ -220,7 +220,7 @@ def test_sinks_alone_change_nothing_of_backward() -> None:
 @DETERMINISTIC
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_sequences_of_several_lengths_have_the_same_kernels_with_mods(dim: int, deterministic: bool) -> None:
-    """Delta tells more of each block of their rows, also where mask tiles would be of use in dense calls."""
+    """Delta writes longer list entries for blocks of rows, also where dense calls would use mask tiles."""
     dims = (2, 8192, 8192, 2, 2)
     problem = mod_problem(dim, seqused_k=(2,), dims=dims, deterministic=deterministic)
     plan, plain = (

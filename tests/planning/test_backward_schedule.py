@@ -1,4 +1,4 @@
-"""How the key blocks of backward on Hopper are dealt out: their order, who shares them, and within which bounds."""
+"""Schedule of key blocks in backward on Hopper: their order, sharing and limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def backward(*head_dims: int, **more: Any) -> Plan:
 
 
 def main_launch(*head_dims: int, **more: Any) -> Launch:
-    """The launch of Hopper's one kernel for all gradients."""
+    """Returns the launch of the sm90 kernel for all gradients."""
     launch = backward(*head_dims, **more).launches[1]
     assert launch.variant.source == "sm90/backward/backward.cu"
     return launch
@@ -43,7 +43,7 @@ def fields(*head_dims: int, **more: Any) -> dict[str, int]:
 
 
 def head_bytes(dim: int, seqlen: int, group: int = 1) -> int:
-    """Bytes of k and v of a kv head, and of q, dout, and dq in float32 of its query heads."""
+    """Returns bytes of k and v of a kv head, and of q, dout, and float32 dq of its query heads."""
     return seqlen * (2 * 2 * dim + group * (2 * 2 * dim + 4 * dim))
 
 
@@ -60,11 +60,11 @@ def test_as_many_blocks_as_multiprocessors_share_what_the_last_wave_has(dims: tu
     sharing = launch.num_blocks - whole
     assert (sharing - 1) * each < shared * steps <= sharing * each  # every step once
     assert 0 < sharing <= SMS
-    assert each == max(SHARED_STEPS, blocks_of(shared * steps, SMS))  # of all SMs, as even as can be
+    assert each == max(SHARED_STEPS, blocks_of(shared * steps, SMS))  # as even as possible over all SMs
 
 
-def test_no_block_shares_where_waves_are_whole_or_sums_take_longer_or_are_ordered() -> None:
-    # a whole wave, almost one, and a short one
+def test_key_blocks_of_whole_waves_or_ordered_sums_are_not_shared() -> None:
+    # A whole wave, almost one, and a wave of few steps.
     lone: list[dict[str, Any]] = [
         {"dims": dims} for dims in ((1, 4096, 128 * SMS, 1, 1), (1, 4096, 128 * (SMS - 1), 1, 1), (1, 256, 512, 16, 16))
     ]
@@ -74,9 +74,9 @@ def test_no_block_shares_where_waves_are_whole_or_sums_take_longer_or_are_ordere
         assert not any(launch.fields[name] for name in ("shared_first", "shared_keys", "shared_steps")), more
 
 
-def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough() -> None:
+def test_a_block_takes_several_key_blocks_of_short_heads() -> None:
     def key_blocks(dim: int, seqlen_k: int = 1024, heads: int = 1024, **more: Any) -> tuple[int, int]:
-        """How many a thread block takes, and how many its tile is for."""
+        """Returns the key blocks of a thread block, planned and by its tile."""
         launch = main_launch(dim, dim, dims=(1, 1024, seqlen_k, heads, heads), **more)
         return launch.fields["key_blocks"], getattr(launch.variant.tile, "key_blocks", 0)
 
@@ -90,7 +90,7 @@ def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough(
     assert (key_blocks(96, heads=least)[0], key_blocks(96, heads=least - 1)[0]) == (2, 1)
 
 
-def test_what_heads_that_start_together_touch_stays_in_l2_unless_they_do_not_fill_the_gpu() -> None:
+def test_heads_that_start_together_fit_l2_or_are_few_waves() -> None:
     for seqlen, heads, dim in (
         (1024, 32, 128), (4096, 32, 128), (8192, 32, 128), (16384, 32, 128), (2**17, 32, 128), (4096, 32, 64),
         (16384, 32, 64), (8192, 8, 128), (2**17, 8, 128),
@@ -100,19 +100,19 @@ def test_what_heads_that_start_together_touch_stays_in_l2_unless_they_do_not_fil
         assert 1 <= together <= 16
         assert together == 1 or touched <= L2_BYTES or together * seqlen // 128 < 2 * WAVES_TOGETHER * SMS
         assert together == 16 or 2 * touched > L2_BYTES
-    assert fields(dims=(4, 4096, 4096, 8, 8))["heads_in_l2"] == 1  # key blocks of equal length
+    assert fields(dims=(4, 4096, 4096, 8, 8))["heads_in_l2"] == 1  # equal key blocks
     assert fields(dims=(4, 1024, 1024, 8, 8), causal=True, deterministic=True)["heads_in_l2"] > 16
 
 
 def heads_and_sequences(listed: Plan) -> tuple[int, int]:
-    """How many heads of how many sequences start together."""
+    """Returns the numbers of heads and of sequences that start together."""
     return listed.launches[1].fields["heads_in_l2"], listed.launches[0].fields["sequences_together"]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(32, 32), (64, 64), (256, 256), (16, 16), (16, 8), (3, 3)], ids=str)
 @pytest.mark.parametrize("rows", [128, 256, 512, 1024, 4096, 16384])
-def test_small_head_dims_take_key_blocks_of_other_heads_and_sequences_in_between(
+def test_small_head_dims_alternate_heads_and_sequences_in_the_list(
     heads: tuple[int, int], rows: int, causal: bool
 ) -> None:
     together, sequences = heads_and_sequences(of_lengths(64, 16384 // rows, rows, heads, causal=causal))
@@ -124,7 +124,7 @@ def test_small_head_dims_take_key_blocks_of_other_heads_and_sequences_in_between
     touched = together * sequences * head_bytes(64, rows, group)  # half of it fits one of the two L2 caches
     few = causal and sequences == 1 and together * rows // 128 < 2 * WAVES_TOGETHER * SMS
     assert touched <= L2_BYTES // 2 or few or together == sequences == 1
-    assert sequences == 1 or 2 * together > heads_kv  # those of one sequence first
+    assert sequences == 1 or 2 * together > heads_kv  # all heads of a sequence before a second sequence
     more = 2 * together * sequences
     assert 2 * touched > L2_BYTES // 2 or more > max(heads_kv, SMS) or more > heads_kv * SEQUENCES_TOGETHER
     listed = of_lengths(64, 16384 // rows, rows, heads, causal=causal, deterministic=True)
@@ -146,7 +146,7 @@ def test_a_wave_of_key_blocks_is_that_of_the_gpu_or_nearly(num_sms: int) -> None
     assert num_sms / 1.5 < together * sequences < 1.5 * num_sms
 
 
-def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() -> None:
+def test_listed_key_blocks_are_shared_if_last_or_few() -> None:
     def listed(batch: int, rows: int, heads: tuple[int, int], dim: int = 128, **more: Any) -> dict[str, int]:
         delta, taking = of_lengths(dim, batch, rows, heads, **more).launches
         assert taking.num_blocks == delta.fields["takers"] == min(SMS, delta.fields["max_key_blocks"] * heads[1])
@@ -155,7 +155,7 @@ def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() ->
         return {**taking.fields, **delta.fields}
 
     last = listed(4, 4096, (16, 16))
-    assert (last["shared_keys"], last["last_steps"]) == (last["takers"], 4096 // 64)  # those of the last wave
+    assert (last["shared_keys"], last["last_steps"]) == (last["takers"], 4096 // 64)  # key blocks of the last wave
     few = listed(8, 2048, (8, 1), causal=True)
     assert (few["shared_keys"], few["last_steps"]) == (few["max_key_blocks"], 0)  # all, perhaps
     assert listed(4, 4096, (16, 16), causal=True)["shared_keys"] == 0  # they are many
@@ -168,7 +168,7 @@ def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() ->
     grouped = listed(2, 4096, (64, 8), causal=True)
     assert 1 < grouped["least_parts"] <= 64 // 8
     assert grouped["shared_keys"] == grouped["max_key_blocks"] * 8
-    # as many heads as have two waves of parts; the last two waves of all lists are sorted
+    # As many heads as fit two waves of parts; the last two waves of all lists are sorted.
     together = grouped["heads_in_l2"] * grouped["least_parts"]
     assert together * 4096 // 128 <= PART_WAVES * SMS < 3 * together * 4096 // 128
     assert (grouped["sorted_blocks"] - 1) * together < SORTED_WAVES * SMS <= grouped["sorted_blocks"] * together
@@ -176,7 +176,9 @@ def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() ->
         assert listed(2, 4096, (64, 8), **more)["least_parts"] == 1
 
 
-def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_tiles_under_a_mask() -> None:
+def test_query_heads_of_few_or_long_key_blocks_are_shared() -> None:
+    """Under a mask, thread blocks share the query heads of key blocks that are few or have many tiles."""
+
     def parts(batch: int, seqlen: int, heads: tuple[int, int] = (8, 1), **more: Any) -> int:
         launch = main_launch(128, 128, dims=(batch, seqlen, seqlen, *heads), **{"causal": True} | more)
         count, blocks = 1 << launch.fields["parts_log2"], batch * heads[1] * seqlen // KEY_ROWS
@@ -186,10 +188,10 @@ def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_ti
             assert (launch.fields["shared_keys"], launch.fields["shared_steps"]) == (blocks, 0)
         return count
 
-    # almost a wave of key blocks that about as many queries see
+    # Almost a wave of key blocks that about equally many queries see.
     assert parts(8, 2048, window_size=(511, 0)) == 1 < parts(4, 2048, window_size=(511, 0))
     assert parts(60, 512) == 1
-    # with so many rows for each part they are many, but near each other
+    # Key blocks are many, but with enough rows for each part sharing keeps them near each other in L2.
     for batch, seqlen, heads in ((8, 2048, (8, 1)), (2, 4096, (64, 8)), (2, 8192, (32, 8)), (8, 2048, (32, 8))):
         assert parts(batch, seqlen, heads) > 1
     assert parts(1, 8192, (128, 8)) > parts(2, 4096, (64, 8)) > parts(2, 8192, (32, 8))  # the more heads, the more
@@ -203,7 +205,9 @@ def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_ti
     assert fields(128, 128, dims=(1, 2048, 2048, 8, 1))["parts_log2"] == 0  # blocks share steps
 
 
-def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_than_two_waves() -> None:
+def test_dq_dkv_query_heads_are_shared_below_two_waves() -> None:
+    """Two thread blocks share the query heads of each key block of backward_dq_dkv below two waves of key blocks."""
+
     def by_rows(batch: int, seqlen: int, heads: tuple[int, int], **more: Any) -> Plan:
         return backward(256, 256, dims=(batch, seqlen, seqlen, *heads), **({"causal": True} | more))
 
@@ -215,7 +219,7 @@ def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_th
     for heads, more in (((8, 8), {}), ((8, 1), {"causal": False}), ((8, 1), {"deterministic": True})):
         assert "semaphores" not in by_rows(2, 8192, heads, **more).workspace
     assert "semaphores" not in by_rows(4, 8192, (8, 1)).workspace
-    window = {"window_size": (1023, 0)}  # a wave of blocks that are alike
+    window = {"window_size": (1023, 0)}  # about equal blocks, for which one wave is enough
     assert "semaphores" not in by_rows(2, 8192, (8, 1), **window).workspace
     assert "semaphores" in by_rows(1, 8192, (8, 1), **window).workspace
     for queries, shares in ((256, True), (192, False)):  # with few, adding up takes longer
@@ -223,12 +227,12 @@ def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_th
         assert ("semaphores" in few.workspace) == shares
 
 
-def test_kernels_by_rows_take_key_blocks_that_are_few_if_two_blocks_share_each() -> None:
+def test_dq_dkv_takes_fewer_key_blocks_if_two_blocks_share_each() -> None:
     def goes_by_rows(key_blocks: int, **more: Any) -> bool:
         launches = backward(256, 256, dims=(1, key_blocks * KEY_ROWS, key_blocks * KEY_ROWS, 8, 1), **more).launches
         return launches[-1].variant.source == "sm90/backward/backward_dq_dkv.cu"
 
-    # half as many blocks as there are SMs, or more: two for each key block, or one
+    # At least half as many thread blocks as SMs, with two blocks for each key block, or one.
     assert (goes_by_rows(SMS // 4, causal=True), goes_by_rows(SMS // 4 - 1, causal=True)) == (True, False)
     assert (goes_by_rows(SMS // 2), goes_by_rows(SMS // 2 - 1)) == (True, False)
 

@@ -1,4 +1,4 @@
-"""Mask tiles of 64 x 64 scores: which calls find them, how many there are, and who shares them."""
+"""Mask tiles of 64 x 64 scores: the calls that compute them, their number, and sharing by sequences and heads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def make_problem(
     head_dim: int = 64,
     **arguments: Any,
 ) -> Problem:
-    """A call with a mask_mod. varlen_kwargs: shapes of the arrays of lengths; cu_seqlens mean packed rows."""
+    """Returns the problem of a call with a mask_mod.
+
+    varlen_kwargs: shapes of the arrays of lengths; cu_seqlens mean packed rows.
+    """
     batch, seqlen_q, seqlen_k, heads = dims
     shapes = [(batch, rows, heads, head_dim) for rows in (seqlen_q, seqlen_k)]
     if varlen_kwargs is not None and "cu_seqlens_q" in varlen_kwargs:
@@ -104,7 +107,7 @@ def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> 
         DEVICES["sm_90"],
     )
     assert [launch.variant.op for launch in packed.launches] == ["block_mask", op]
-    many = 2, 300, 500, 64  # why so many heads: keys are not shared among thread blocks then
+    many = 2, 300, 500, 64  # with so many heads, keys are not split among thread blocks
     varlen_kwargs = {"page_table": (2, 3), "seqused_k": (2,)}
     paged = make_plan(make_problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), DEVICES["sm_90"])
     assert [launch.variant.op for launch in paged.launches] == [op]
@@ -122,7 +125,7 @@ def test_two_heads_that_may_have_other_cells_are_not_dealt_together() -> None:
         assert make_plan(problem, DEVICES["sm_90"]).launches[-1].fields["in_pairs"] == pairs
 
 
-def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_then_for_those_of_any_gpu() -> None:
+def test_varlen_kernels_that_spill_give_way_to_others_and_at_last_to_sm80() -> None:
     problem = make_problem(score_mod=scores.alibi(np.ones(4, np.float32)), varlen_kwargs={"seqused_k": (2,)})
     spilled: set[Variant] = set()
     for _ in range(4):
@@ -158,12 +161,12 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask
     sizes = {"tile_counts": tiles, "key_order": key_blocks, "step_counts": key_blocks, "semaphores": tiles + 2}
     sizes["key_steps"] = 32 * fields["list_lines"] * key_blocks
     assert {name: plan.workspace[name].size for name in sizes} == {name: 4 * size for name, size in sizes.items()}
-    assert delta.fields["more_semaphores"] == 2  # the counters of what is taken, and of the order
+    assert delta.fields["more_semaphores"] == 2  # counters of the key blocks taken, and of the order
     assert fields["first_counter"] == tiles + 1
     assert ("mask_tiles" in plan.workspace) != has_block_mask
 
 
-def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() -> None:
+def test_steps_are_listed_for_each_head_with_separate_mask_tiles() -> None:
     def listed(mask_mod: Any, **options: Any) -> tuple[int, ...]:
         dims = (2, options.pop("rows", 300), options.pop("keys", 5000), 4)
         plan = make_plan(make_problem(mask_mod, "backward", dims, **options), DEVICES["sm_90"])
@@ -189,7 +192,7 @@ def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() 
     assert listed(of_keys, keys=128 * MAX_ORDERED + 1) == (1, 0, 0, 0, 1)
 
 
-def test_under_a_mask_as_many_blocks_as_there_are_multiprocessors_take_key_blocks_one_by_one() -> None:
+def test_sparse_backward_launches_at_most_one_block_for_each_sm() -> None:
     num_sms = DEVICES["sm_90"].num_sms
     for mask_mod, rows in ((of_keys, 2048), (of_keys, 300), (None, 4096)):
         main = make_plan(make_problem(mask_mod, "backward", (4, rows, rows, 8)), DEVICES["sm_90"]).launches[-1]
@@ -208,7 +211,7 @@ def test_heads_that_start_together_under_a_mask_alone_touch_what_l2_holds(head_d
     assert touched <= 48 * 2**20 < 2 * touched or together == 16
 
 
-def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_them() -> None:
+def test_sparse_backward_becomes_dense_only_if_all_its_tiles_spill() -> None:
     problem = make_problem(masks.segments(IDS), "backward")
     spilled: set[Variant] = set()
     tiles = []
@@ -218,7 +221,7 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
         assert isinstance(main.tile, WarpgroupBackwardTile)
         tiles.append(main.tile)
         spilled.add(main)
-    assert tiles == sorted(tiles, key=lambda tile: tile.head_dim)  # at first those of its own head dims
+    assert tiles == sorted(tiles, key=lambda tile: tile.head_dim)  # smaller head dims first
     assert tiles[0].head_dim == tiles[1].head_dim == 64
     assert tiles[0].k_steps > tiles[1].k_steps
     assert [launch.variant.op for launch in plan.launches] == ["delta", "backward"]
@@ -226,7 +229,7 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
     assert not {"mask_tiles", "tile_counts"} & set(plan.workspace)
 
 
-def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() -> None:
+def test_dq_dkv_kernels_use_mask_tiles_unless_they_spill() -> None:
     problem = make_problem(masks.segments(IDS), "backward", head_dim=192)
     plan = make_plan(problem, DEVICES["sm_90"])
     assert [launch.variant.op for launch in plan.launches] == [
@@ -249,7 +252,7 @@ def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() ->
 
 
 def test_key_blocks_with_cells_share_no_steps() -> None:
-    """With a bias, key blocks beyond the first wave of the same calls do."""
+    """Key blocks with mask tiles share no steps; with a bias, key blocks beyond the first wave do."""
     dims = (1, 4096, 128 * 140, 1)
     bias = np.zeros((1, 1, 4096, 1), np.float32)
     for problem, shares in ((make_problem(None, "backward", dims, bias=bias), True),
@@ -264,7 +267,7 @@ def test_other_calls_find_none() -> None:
     for problem in (
         make_problem(score_mod=scores.alibi(np.ones(4, np.float32))),
         make_problem(bias=bias),
-        make_problem(lambda b, h, q_idx, k_idx: k_idx >= 0),  # all is seen
+        make_problem(lambda b, h, q_idx, k_idx: k_idx >= 0),  # hides no key
         make_problem(masks.chunked(64), dims=(2, 300, 128, 4)),  # few keys
         make_problem(masks.segments(IDS), dims=(64, 2**15, 2**16, 1)),  # many mask tiles
         make_problem(masks.chunked(64), dims=(2, 0, 500, 4)),  # none
@@ -280,7 +283,7 @@ def test_mask_tiles_that_are_given_are_used_and_not_found_again() -> None:
     problem = make_problem(masks.chunked(64), has_block_mask=True)
     assert is_block_sparse(problem)
     assert [launch.variant.op for launch in make_plan(problem, A100).launches] == ["forward"]
-    # A mask of bools hides more than the block mask knows of, so that a full mask tile is not one of both.
+    # A bias of bools hides more than the block mask, so that a full mask tile may hold hidden pairs.
     both = make_problem(masks.chunked(64), has_block_mask=True, bias=np.zeros((2, 1, 300, 500), bool))
     computed = make_problem(masks.chunked(64), bias=np.zeros((2, 1, 300, 500), bool))
     kinds = [dict(make_mod_code(each, is_sparse=True).constants)["BLOCK_SPARSE"] for each in (problem, both, computed)]
@@ -304,13 +307,13 @@ USED = {"seqused_k": (2,)}
         (masks.prefix_lm(ONE), PACKED, (3, 1), True, 1),
     ],
 )
-def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
+def test_sequences_and_heads_share_mask_tiles_unless_the_mask_differs(
     mask_mod: Any, varlen_kwargs: Any, shape: tuple[int, int], of_lengths: bool, of_call: int
 ) -> None:
     problem = make_problem(mask_mod, varlen_kwargs=varlen_kwargs)
     assert mask_tiles_shape(problem) == (*shape, 5, 8)
     launch, floats = mask_tiles_launch(problem, A100)
-    assert 4 * floats == rounded_up(math.prod(shape) * 40, 128)  # what lies behind them is copied 16 bytes at a time
+    assert 4 * floats == rounded_up(math.prod(shape) * 40, 128)  # the next part is copied 16 bytes at a time
     assert launch.variant.is_varlen == of_lengths
     assert launch.fields == {
         "num_mask_tiles": math.prod(shape) * 40, "heads": shape[1], "mask_tiles_q": 5, "mask_tiles_k": 8,
@@ -320,7 +323,7 @@ def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
 
 
 def strides_of(problem: Problem) -> tuple[int, int, int]:
-    """From sequence to sequence, from head to head, and from row to row, as kernels read them."""
+    """Returns the strides of mask tiles by sequence, head and row, as kernels read them."""
     code = make_mod_code(problem)
     packed = bytearray(8 * code.words)
     places = mod_params(problem, packed, 0)

@@ -1,4 +1,4 @@
-"""Gradients of captured arrays: how they are summed, held against the definition by doing what launches say."""
+"""Gradients of captured arrays: launches are simulated on the host and compared with the definition."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def scaled(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return FACTOR * score
 
 
-# Functions and biases; by which sums stand apart, and whether an element is looked up, of each term.
+# Mods; for each term, the axes with separate sums, and True if the index is computed.
 CALLS: dict[str, tuple[Arrays, list[tuple[str, bool]]]] = {
     "slopes": ({"score_mod": tilted, "causal": True}, [("h", False)]),
     "slopes by batch": ({"score_mod": by_batch}, [("b h", False)]),
@@ -113,7 +113,7 @@ INPUTS = {**dict(zip(NAMES, np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS], strict=True)
 
 
 def gradient(problem: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
-    """What the array gets by the definition, as in cuflash/reference/mods.py."""
+    """Returns the gradient of the array by the definition, as in cuflash/reference/mods.py."""
     arrays, score = arrays_of(call), problem.op.mod_spec.score
     total = np.zeros(arrays[0].shape)
     for load, derivative in differentiate(score).items():
@@ -126,7 +126,7 @@ def gradient(problem: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
 
 
 def summed(launch: Launch, term: Term, problem: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
-    """The tables that a launch of backward_mods leaves, (tables, places of a table)."""
+    """Returns the tables that a launch of backward_mods writes, (tables, elements of a table)."""
     f, tile = launch.fields, launch.variant.tile
     indices = [index for axis, index in enumerate(term.load.arguments) if axis in _looked_up(term, problem, call)]
     slope, *places = evaluate([term.derivative, *indices], INPUTS | {"score": raw}, arrays_of(call), np.float64)
@@ -169,7 +169,7 @@ def _looked_up(term: Term, problem: Problem, call: Arrays) -> tuple[int, ...]:
 
 
 def added(f: Any, tables: Any, total: Any) -> Any:
-    """What a launch of sum_tables makes of these."""
+    """Returns the result of a launch of sum_tables."""
     extents, firsts, counts, strides = (
         [f[f"{name}[{axis}]"] for axis in range(f["rank"])] for name in ("extents", "firsts", "counts", "strides")
     )
@@ -182,7 +182,7 @@ def added(f: Any, tables: Any, total: Any) -> Any:
 
 
 def done(plan: Plan, call: Arrays, ds: Any, raw: Any) -> Any:
-    """The gradient that the launches of a plan make."""
+    """Returns the gradient that the launches of a plan compute."""
     problem, launches = plan.problem, [x for x in plan.launches if x.variant.op in ("backward_mods", "sum_tables")]
     terms, (shape, _) = iter(terms_of(problem.op.mod_spec)[0]), problem.outputs[3]
     tables, total = np.zeros((0, 0)), np.zeros(1)
@@ -233,7 +233,7 @@ def test_sums_that_need_too_much_room_are_refused_if_deterministic() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_table_that_32_bits_do_not_count_is_refused(deterministic: bool) -> None:
-    """Strides of 0 stand for an array that no machine here could hold."""
+    """Arrays with strides of 0 replace arrays that are too large for memory."""
     for more, is_refused in ((0, False), (1, True)):
         table = np.broadcast_to(np.float32(1.0), (HEADS, 2**31 // 4 - 1 + more, 4)[1:])
         call = {"score_mod": lambda score, b, h, q_idx, k_idx, table=table: score + table[q_idx - k_idx, k_idx % 4]}
@@ -285,7 +285,7 @@ def test_what_scores_do_not_load_from_has_gradient_zero() -> None:
 def test_only_what_is_wanted_is_launched() -> None:
     plain, plan = (make_plan(problem_of(CALLS["bias"][0], grads=grads), DEVICES["sm_80"]) for grads in ((), (0,)))
     assert {x.variant.op for x in plain.launches} == {"delta", "backward", "convert"}
-    assert [x.variant.op for x in plan.launches[3:]] == ["backward_mods"]  # each block stores what nobody else adds to
+    assert [x.variant.op for x in plan.launches[3:]] == ["backward_mods"]  # no block adds to another's sums
     assert plan.launches[3].aliases == {"result": "dbias"}
     assert plan.workspace == plain.workspace
     half = dataclasses.replace(DEVICES["sm_80"], smem_per_block=1000)

@@ -17,7 +17,7 @@ from cuflash.planning.variant import Variant
 
 
 def plan_of(queries: int = 1, keys: int = 4096, heads: tuple[int, int] = (32, 8), batch: int = 4, **more: Any) -> Plan:
-    """The plan of a call over a cache."""
+    """Returns the plan of a call over a cache."""
     shapes = (batch, queries, heads[0], 128), *[(batch, keys, heads[1], 128)] * 2
     return cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", seqused_k=(batch,), **more)
 
@@ -62,15 +62,15 @@ def test_keys_are_shared_out_where_most_of_the_gpu_would_idle() -> None:
             assert launch.variant.source.startswith(source), (sizes, more)
 
 
-def test_rows_that_fit_a_warp_have_kernels_of_their_own_unless_their_bits_are_those_of_others() -> None:
+def test_rows_that_fit_a_warp_take_narrow_unless_bits_must_match() -> None:
     for queries, heads, narrow in ((1, (8, 8), True), (4, (32, 8), True), (5, (32, 8), False)):
         assert (launched(queries, heads=heads).variant.source == "sm90/decode/narrow.cu") == narrow
     assert launched(num_splits=3).variant.source == "sm90/decode/narrow.cu"
     assert launched(num_splits=1).variant.source == launched(split_size=512).variant.source == "sm90/decode/decode.cu"
 
 
-def test_more_rows_are_cut_into_blocks_of_a_warp_where_merging_takes_longer_than_reading_keys_again() -> None:
-    # of 48 query heads of one kv head, over 8192 keys; then of more rows than a few
+def test_more_rows_take_narrow_if_merging_costs_more_than_rereading() -> None:
+    # 48 query heads of one kv head over 8192 keys; then more rows than FEW_ROWS.
     for batch, heads, narrow in ((1, (48, 1), True), (8, (48, 1), True), (16, (48, 1), False), (8, (192, 8), False),
                                  (1, (128, 1), True), (1, (136, 1), False)):  # fmt: skip
         launch = launched(1, 8192, heads, batch)
@@ -114,7 +114,7 @@ MODS: dict[str, dict[str, Any]] = {
 
 
 def mod_plan(device: str = "sm_90", queries: int = 1, **more: Any) -> Plan:
-    """The plan of a call over a cache, of arrays."""
+    """Returns the plan of a call over a cache, from arrays."""
     q, cache = np.zeros((4, queries, 32, 128), np.float16), np.zeros((4, 4096, 8, 128), np.float16)
     return cuflash.plan(q, cache, cache, seqused_k=np.zeros(4, np.int32), device=device, **more)
 
@@ -124,7 +124,7 @@ def test_scores_and_masks_of_the_caller_share_keys_as_plain_calls_do(name: str) 
     calls: list[tuple[str, int, dict[str, Any]]] = [("sm_90", 1, {}), ("sm_90", 8, {}), ("sm_80", 1, {})]
     for device, queries, more in (*calls, ("sm_90", 1, {"num_splits": 3})):
         plain, modded = (mod_plan(device, queries, **more, **mods) for mods in ({}, MODS[name]))
-        (launch,), (plain_launch,) = modded.launches, plain.launches  # why one: nobody looks for mask tiles
+        (launch,), (plain_launch,) = modded.launches, plain.launches  # one each: no launch computes mask tiles
         assert launch.variant.source == plain_launch.variant.source
         assert launch.variant.mod_code is not None
         assert (launch.num_blocks, launch.fields) == (plain_launch.num_blocks, plain_launch.fields)
@@ -139,7 +139,7 @@ def test_all_calls_with_sinks_alone_have_one_kernel() -> None:
 
 
 @pytest.mark.parametrize("device", ["sm_90", "sm_80"])
-def test_keys_are_not_shared_where_bits_are_those_of_many_queries_or_weights_are_dropped(device: str) -> None:
+def test_keys_are_not_split_for_one_split_or_dropout(device: str) -> None:
     for more in ({"num_splits": 1}, {"split_size": 256}, {"dropout_p": 0.5, "dropout_seed": 1}):
         plan = mod_plan(device, sinks=np.zeros(32, np.float32), **more)
         assert plan.launches[0].variant.source.split("/")[-1] == "forward.cu"
@@ -171,7 +171,7 @@ def test_few_sequences_that_are_not_packed_have_kernels_of_their_own() -> None:
     assert launch.variant.name.endswith("_decode")
 
 
-def test_blocks_of_threads_with_one_piece_of_work_have_kernels_that_begin_early() -> None:
+def test_blocks_with_one_work_tile_take_the_single_variant() -> None:
     for batch, more, single in ((1, {}, True), (16, {}, True), (17, {}, False), (1, {"num_splits": 2}, False)):
         plan = plan_of(batch=batch, **more)
         (launch,) = plan.launches
@@ -214,7 +214,7 @@ def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:
 def test_the_workspace_holds_all_splits_that_the_device_may_make() -> None:
     slots = launched(batch=300).fields["max_slots"]
     assert slots >= decoding.SPLITS_OF_A_BLOCK * DEVICES["sm_90"].num_sms + 300 * 8
-    assert launched(batch=4).fields["max_slots"] == DEVICES["sm_90"].num_sms  # each thread block has one at most
+    assert launched(batch=4).fields["max_slots"] == DEVICES["sm_90"].num_sms  # at most one for each thread block
     assert plan_of(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 2)
 
 

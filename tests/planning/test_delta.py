@@ -1,4 +1,4 @@
-"""The launch of delta: which of its kernels runs, and what it writes."""
+"""Launch of delta: its variants and results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def delta(dtype: str = "bfloat16", device: str = "sm_90", **more: Any) -> Launch
     [
         ({**LENGTHS, **ALIBI}, True),
         ({**LENGTHS, "dropout_p": 0.5, "dropout_seed": 1}, True),
-        ({**LENGTHS, "sinks": (4,)}, False),  # which lse has already
+        ({**LENGTHS, "sinks": (4,)}, False),  # lse includes sinks
         (LENGTHS, False),
         (ALIBI, False),
         ({**LENGTHS, **ALIBI, "device": "sm_80"}, False),
@@ -35,9 +35,8 @@ def delta(dtype: str = "bfloat16", device: str = "sm_90", **more: Any) -> Launch
     ],
     ids=["functions", "dropout", "sinks", "lengths alone", "no lengths", "another GPU", "float32"],
 )
-def test_kernels_with_functions_are_told_of_whole_sequences_where_they_number_rows_that_are_seen(
-    more: dict[str, Any], tells: bool
-) -> None:
+def test_delta_lists_seqlens_for_varlen_kernels_with_mods(more: dict[str, Any], tells: bool) -> None:
+    """Such kernels number visible rows only, but mods get the lengths of whole sequences."""
     launch = delta(**more)
     assert launch.variant.lists_seqlens == tells
     assert launch.variant.is_varlen == ("seqused_k" in more)

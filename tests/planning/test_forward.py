@@ -1,4 +1,4 @@
-"""Plans of forward and lse: what is chosen for speed, at its edges and within its bounds."""
+"""Plans of forward and lse: choices for speed, edge cases and limits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MANY = float("inf")
 
 
 def launched(*dims: int, op: str = "forward", **more: Any) -> Launch:
-    """The launch of Hopper's kernel."""
+    """Returns the launch of the sm90 kernel."""
     (launch,) = make_plan(make_problem(*dims, op=op, **more), H100).launches
     assert launch.variant.source == f"sm90/forward/{op}.cu"
     return launch
 
 
-def test_the_tile_is_chosen_by_the_keys_that_a_query_sees_on_average_under_a_mask() -> None:
+def test_the_tile_is_chosen_by_the_mean_visible_keys_of_a_query() -> None:
     windows: list[dict[str, Any]] = [{"window_size": (keys, keys)} for keys in (300, 700)]
     causal: list[dict[str, Any]] = [{"causal": True}, {"causal": True, "diagonal_offset": -2000}]
     tiles = set()
@@ -53,7 +53,7 @@ def test_tiles_are_counted_where_blocks_take_several_of_different_lengths() -> N
     )
 
 
-def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2() -> None:
+def test_heads_that_start_together_have_their_keys_and_values_in_l2() -> None:
     def together(seqlen_k: int, heads: tuple[int, int] = (16, 16), batch: int = 4, **more: Any) -> int:
         arguments = {"dims": (batch, 256, seqlen_k, *heads), "causal": True} | more
         return launched(128, 128, **arguments).fields["heads_in_l2"]
@@ -65,7 +65,7 @@ def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2()
         count, head_bytes = together(seqlen_k), 2 * seqlen_k * (128 + 128)
         assert count * head_bytes <= L2_BYTES < 4 * count * head_bytes
     assert together(8192, (16, 2)) > together(8192)  # a group shares its keys
-    # of a window those keys count that a query block sees
+    # In a window, only keys that a query block sees count.
     assert together(2**20, window_size=(1023 - 128, 0)) == together(1024)
 
 
@@ -79,7 +79,7 @@ def test_heads_come_in_pairs_but_of_short_sequences_with_wide_heads() -> None:
     assert in_pairs(32, 512, 128) == in_pairs(32, 512, 64) == in_pairs(16, LONG_PAIRS, 256) == 1
     assert in_pairs(16, LONG_PAIRS - 1, 256) == in_pairs(32, 512, 192) == 0
     assert in_pairs(1, 16384, 256) == 1
-    assert in_pairs(1, 16384, 256, max_seqlen_k=500) == 0  # the caller knows that they are short
+    assert in_pairs(1, 16384, 256, max_seqlen_k=500) == 0  # max_seqlen_k bounds the keys
     assert in_pairs(32, 512, 64, heads=3) == 0
     pages = {"cu_seqlens_k": None, "max_seqlen_k": None}
     plan = cuflash.plan((2000, 8, 256), (99, 16, 8, 256), (99, 16, 8, 256), cu_seqlens_q=(3,), page_table=(2, 64),
@@ -87,7 +87,9 @@ def test_heads_come_in_pairs_but_of_short_sequences_with_wide_heads() -> None:
     assert plan.launches[0].fields["in_pairs"] == 1  # up to 1024 keys, in pages of 16
 
 
-def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_together_under_a_mask() -> None:
+def test_the_last_packed_sequences_of_one_wave_start_together() -> None:
+    """They do so with wide heads, under a mask."""
+
     def parts(count: int, mean: int, head_dim: int = 256, heads: int = 16, cached: bool = False, **more: Any) -> int:
         rows, one = (count * mean, heads, head_dim), (count, mean, heads, head_dim)
         varlen_kwargs = {"cu_seqlens_q": (count + 1,), "cu_seqlens_k": (count + 1,)}
@@ -112,7 +114,7 @@ def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_tog
 
 
 def test_kernels_mods_that_spill_are_not_taken() -> None:
-    """Other tiles of the same head dims come next, and at last the kernels for any GPU."""
+    """Other tiles of the same head dims come next, and at last the sm80 kernels."""
     for op, head_dim, causal in (
         ("forward", 64, False),
         ("forward", 64, True),
@@ -136,12 +138,12 @@ def test_kernels_mods_that_spill_are_not_taken() -> None:
         assert "registers" in plan.fallback
 
 
-def test_tiles_mods_fit_and_take_the_place_of_others_with_the_same_head_dims() -> None:
+def test_mod_tiles_fit_and_have_the_head_dims_of_plain_tiles() -> None:
     dims = {(row.head_dim, row.head_dim_v) for row in TILES}
     assert dims == {(row.head_dim, row.head_dim_v) for row in MOD_TILES}
     assert all(row.smem_bytes(2) <= H100.smem_per_block for row in MOD_TILES)
     assert not set(TILES) & set(MOD_TILES)
-    for head_dim in (64, 96, 128, 192, 256):  # each tile of the ring may belong to a work tile of its own
+    for head_dim in (64, 96, 128, 192, 256):  # each stage of the ring may belong to another work tile
         assert all(row.stages + 5 <= WORK_SLOTS for row in choose_mod_tiles("lse", head_dim, 1, MANY, False, False))
     assert choose_mod_tiles("forward", 257, 64, MANY, False, False) == ()
 

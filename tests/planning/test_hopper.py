@@ -1,4 +1,4 @@
-"""Which problems Hopper's own kernels take, the causes of the others, and calls whose pointers decide."""
+"""Problems that sm90 kernels run, reasons against the others, and calls whose pointers decide."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_hoppers(plan: Plan) -> bool:
 
 
 def strided(op: str, name: str, strides: tuple[int, ...], **options: Any) -> Problem:
-    """The problem of dense arrays but for one operand."""
+    """Returns a problem of dense arrays, except one operand with these strides."""
     specs = {operand: SOME for operand in "qkv"} | {name: SOME._replace(strides=strides)}
     if name in "qkv":
         return problem_of(*(specs[x] for x in "qkv"), op=op, **options)
@@ -59,7 +59,7 @@ SLICED = {
 }
 ALL = ("forward", "lse", "backward")
 STRIDES = "the strides of {} are not positive multiples of 16 bytes"
-# (the ops, what the problem has of its own or its operand with strides, why Hopper's kernels are not taken)
+# (the ops, arguments of the problem or its strided operand, the reason against sm90 kernels)
 Call = dict[str, Any] | tuple[str, tuple[int, ...]] | Problem
 CAUSES: dict[str, tuple[tuple[str, ...], Call, str]] = {
     "float32": (ALL, {"dtype": "float32"}, "it takes float16 and bfloat16, not float32"),
@@ -88,7 +88,7 @@ CAUSES: dict[str, tuple[tuple[str, ...], Call, str]] = {
 
 
 @pytest.mark.parametrize(("name", "op"), [(name, op) for name, (ops, *_) in CAUSES.items() for op in ops])
-def test_what_hoppers_kernels_cannot_do_gets_the_others_and_the_plan_says_why(name: str, op: str) -> None:
+def test_unsupported_calls_take_sm80_kernels_and_plans_have_the_reason(name: str, op: str) -> None:
     _, call, words = CAUSES[name]
     problem = call
     if not isinstance(problem, Problem):
@@ -115,7 +115,7 @@ def test_with_split_size_strides_do_not_decide_about_the_kernels(op: str) -> Non
         assert not is_hoppers(make_plan(problem, DEVICES["sm_80"], misaligned))
 
 
-def test_whole_pieces_of_16_bytes_of_an_out_that_is_a_slice_get_hoppers_kernels() -> None:
+def test_a_sliced_out_with_rows_of_whole_16_bytes_takes_sm90_kernels() -> None:
     assert is_hoppers(make_plan(SLICED["float32"], H100))
 
 
@@ -143,7 +143,7 @@ def test_what_is_near_to_a_cause_gets_hoppers_kernels(op: str) -> None:
         if op == "backward":
             for name in ("dq", "dk", "dv"):  # views of one packed array
                 assert is_hoppers(make_plan(strided(op, name, (230400, 768, 64, 1)), H100))
-            # heads of a group are not shared out among blocks, which would add up in any order
+            # Deterministic calls do not split the heads of a group among blocks, whose sums would have no fixed order.
             assert is_hoppers(make_plan(make_problem(op=op, deterministic=True, **more), H100)), more
 
 
@@ -157,7 +157,7 @@ def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
     call, names = CachedCall(ValidatedCall(problem, (False,) * len(problem.op.names))), problem.op.names
     pointers = (*[2**20 + 4 * (name in ("lse", "dlse")) for name in names], 2**30)  # lse may be anywhere
     for number, name in enumerate(names):
-        for _ in range(3):  # written, written once more and kept, and found
+        for _ in range(3):  # parameters are written, written and cached, and found in the cache
             assert call.aligned_plan.launch(pointers, 7)
             del gpus.launched[:]
             off = tuple(pointer + 2 * (position == number) for position, pointer in enumerate(pointers))
@@ -196,7 +196,7 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     assert len(gpus.launched) > 0
 
 
-# Shape, strides in elements of 2 bytes, and whether the copy engine takes them.
+# Shape, strides in elements of 2 bytes, and True if TMA takes them.
 TMA = (
     (SHAPE, (76800, 256, 64, 1), True),
     (SHAPE, (4 * 300 * 72, 4 * 72, 72, 1), True),  # a slice of wider rows
@@ -206,7 +206,7 @@ TMA = (
     (SHAPE, (76800, 264, 8, 1), True),
     (SHAPE, (2**39 - 8, 256, 64, 1), True),
     (SHAPE, (2**39, 256, 64, 1), False),
-    ((1, 300, 1, 64), (-7, 64, 3, 1), True),  # no stride of an axis of length 1 is used
+    ((1, 300, 1, 64), (-7, 64, 3, 1), True),  # strides of axes of length 1 are unused
     ((1, 2, 1, 64), (0, 0, 0, 1), False),
 )
 

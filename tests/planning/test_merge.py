@@ -1,4 +1,4 @@
-"""The plan of `merge_states`: a thread for each 16 bytes of out. `test_planner` has what it refuses."""
+"""Plan of `merge_states`: a thread for each 16 bytes of out. `test_planner` has the calls that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source text of kernels with score_mod and mask_mod: what it depends on, and its parameters."""
+"""Source text of kernels with score_mod and mask_mod: its dependencies and parameters."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def test_elements_are_loaded_together_where_pairs_of_them_lie_so() -> None:
 
     row = np.zeros(300, np.int32)
     assert pairs(bias=(2, 4, 300, 300)) == pairs(mask_mod=lambda b, h, q, k: row[q] == row[k]) == ["true"]
-    # an odd way from row to row, and elements of which two are more than a load
+    # An odd stride from row to row, and elements of which two do not fit one load.
     assert pairs(bias=strided((1, 4, 300, 300), (1, 90301, 301, 1))) == pairs(bias=np.zeros((300, 300))) == ["false"]
-    # a stride, queries in the columns, fewer elements than keys, several lengths
+    # A stride, queries in the columns, fewer elements than keys, varlen.
     assert pairs(bias=strided((1, 4, 300, 300), (1, 90000, 1, 300))) == pairs(True, bias=(2, 4, 300, 300)) == []
     assert pairs(True, bias=strided((1, 4, 300, 300), (1, 90000, 1, 300))) == ["true"]
     assert pairs(score_mod=lambda s, b, h, q, k: s + TABLE[h, k]) == []
@@ -109,7 +109,7 @@ def test_light_functions_load_all_elements_of_a_step_together() -> None:
     assert not together(score_mod=alibi)
 
 
-def test_a_gradient_knows_whether_only_the_rows_of_a_sequence_change_from_tile_to_tile() -> None:
+def test_gradient_code_stays_if_only_sequences_change_between_tiles() -> None:
     def stays(**call: Any) -> bool:
         shape, like = (3, 300, 4, 64), {"op": "backward", "dtype": "bfloat16", "device": "sm_90"}
         arrays = [call["bias"]] if "bias" in call else [BY_SEQUENCE]
@@ -120,7 +120,7 @@ def test_a_gradient_knows_whether_only_the_rows_of_a_sequence_change_from_tile_t
     shared, apart = np.zeros((1, 4, 300, 300), np.float32), np.zeros((3, 4, 300, 300), np.float32)
     assert stays(bias=shared)
     assert stays(bias=shared, causal=True, score_mod=lambda s, b, h, q, k: s - SLOPES[h] * (q - k))
-    # a gradient for each sequence, or one of all heads; a function that asks for the sequence; several lengths
+    # A gradient for each sequence, or one of all heads; a score_mod that depends on the sequence; varlen.
     assert not stays(bias=apart)
     assert not stays(bias=shared[:, :1])
     assert not stays(score_mod=lambda s, b, h, q, k: s * BY_SEQUENCE[b, h])
@@ -129,7 +129,7 @@ def test_a_gradient_knows_whether_only_the_rows_of_a_sequence_change_from_tile_t
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """A NumPy array of these strides of elements, of which nobody reads any."""
+    """Returns a NumPy array with these strides in elements, which is never read."""
     steps = tuple(4 * stride for stride in strides)
     return np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), shape, steps)
 

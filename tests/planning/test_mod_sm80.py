@@ -1,4 +1,4 @@
-"""The mma.sync kernels of mods: tiles, and which way round functions are."""
+"""The mma.sync kernels with mods: tiles, and the orientation of rows and columns in mods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuflash.planning.plan import Plan
 
 
 def plan_of(op: Any, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "sm_80", **options: Any) -> Plan:
-    """The plan of a call whose scores fall with the distance, on the kernels for any GPU."""
+    """Returns the plan of a call whose scores fall with the distance, with sm80 kernels."""
     mods = {"score_mod": lambda score, b, h, q_idx, k_idx: score + 0.5 * (k_idx - q_idx)}
     x = (2, 100, 4, head_dim)
     problem = cuflash.plan(x, x, x, op=op, dtype=dtype, device="cpu", **mods, **options).problem

@@ -1,4 +1,4 @@
-"""What holds of every plan, found by walking its blocks: they cover the work, and use the workspace as it is."""
+"""Properties of every plan, checked by walking its blocks: they cover the work, and use the workspace correctly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Memory:
         self.stores = {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
 
     def use(self, touches: list[Touch]) -> None:
-        """What the blocks of one launch do, in whatever order."""
+        """Applies the touches of one launch's blocks, in any order, and checks them."""
         for stores in self.stores.values():
             stores[:] = 0
         for how, part, floats in touches:
@@ -50,7 +50,7 @@ class Memory:
 
 
 def check(plan: Plan, problem: Problem, device: Device) -> None:
-    """Every pair is added up once, every row is written, no block is idle, and the workspace is used as it is."""
+    """Checks that every pair is summed once, every row is written, no block is idle, and the workspace is respected."""
     check_limits(plan, device)
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     columns = max([1, *(launch.fields.get("num_slices", 1) for launch in plan.launches)])
@@ -81,7 +81,7 @@ def check(plan: Plan, problem: Problem, device: Device) -> None:
         assert pairs[name].max(initial=0) <= 1, f"{name}: a pair is added up twice"
         assert pairs[name][:, :, sees].all(), f"{name}: a visible pair is left out"
         assert rows[name].all(), f"{name}: a row is not written"
-        unseen = name == "dq" and "semaphores" in plan.workspace  # a tile holds them, and delta may write them, too
+        unseen = name == "dq" and "semaphores" in plan.workspace  # both a dq tile and delta may write a row
         assert unseen or rows[name].max(initial=0) <= 1, f"{name}: two blocks write the same row"
 
 
@@ -90,14 +90,14 @@ def as_slice(rows: range) -> slice:
 
 
 def check_limits(plan: Plan, device: Device) -> None:
-    """What a launch may have, and where the parts of the workspace lie."""
+    """Checks the limits of launches, and the parts of the workspace."""
     for launch in plan.launches:
         variant = launch.variant
         assert 0 <= launch.num_blocks <= MAX_GRID
         assert variant.num_threads % 32 == 0 < variant.num_threads <= 1024
         assert variant.smem_bytes <= device.smem_per_block
         assert all(0 <= value < 2**31 for value in launch.fields.values())
-        # What kernels multiply in 32 bits.
+        # A product that kernels compute in 32 bits.
         blocks = max(launch.fields.get("num_q_blocks", 1), launch.fields.get("num_k_blocks", 1))
         assert launch.fields.get("heads_in_l2", 1) * blocks < 2**32
         tile, problem = variant.tile, plan.problem
@@ -135,7 +135,7 @@ HEAD_DIMS = st.sampled_from([64, 8, 72, 96, 128, 136, 192, 200, 256, 1])
 
 @st.composite
 def cases(draw: st.DrawFn, op: str, arch: str) -> tuple[Problem, Device, tuple[str, ...]]:
-    """A problem, a GPU whose few SMs are full of short problems, and the operands that are misaligned."""
+    """Draws a problem, a GPU with few SMs, which short problems fill, and the misaligned operands."""
     device = replace(DEVICES[arch], num_sms=draw(st.sampled_from([1, 2, 5, 132])))
     heads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 3), (1, 4), (1, 7)]))
     dims = draw(st.sampled_from([1, 2, 3, 1, 2, 0])), draw(LENGTHS), draw(LENGTHS), heads_kv * group, heads_kv
@@ -153,13 +153,13 @@ def cases(draw: st.DrawFn, op: str, arch: str) -> tuple[Problem, Device, tuple[s
 @given(st.data())
 def test_blocks_cover_the_work_and_keep_to_the_workspace(op: str, arch: str, data: st.DataObject) -> None:
     problem, device, misaligned = data.draw(cases(op, arch))
-    # why: Hopper's kernels for few queries deal out their work on the device.
+    # Without decode kernels, which schedule their work on the device.
     with planned_with(plan_forward, decode_plans=lambda *_: ()):
         check(make_plan(problem, device, misaligned), problem, device)
 
 
 FEW, ONE = (replace(DEVICES[arch], num_sms=count) for arch, count in (("sm_90", 4), ("sm_80", 1)))
-# Problems that meet each way of dealing out work: its signs, which are fields of the main launch that are over 1.
+# A problem for each way of dividing work, with the field of the main launch that is over 1 for it.
 WAYS: dict[str, tuple[Problem, Device, str]] = {
     "slices": (make_problem(300, 500), DEVICES["sm_90"], "num_slices"),
     "splits": (make_problem(40, 72, "backward", dims=(1, 70, 90, 6, 2)), DEVICES["sm_80"], "splits"),
@@ -247,9 +247,7 @@ def test_memory_and_work_in_numbers() -> None:
 
 @pytest.mark.parametrize("op", RESULTS)
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_80", "float16"), ("sm_90", "float16"), ("sm_90", "float32")])
-def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_own(
-    op: str, arch: str, dtype: str
-) -> None:
+def test_a_printed_plan_has_kernels_tiles_memory_and_fallback(op: str, arch: str, dtype: str) -> None:
     plan = make_plan(make_problem(op=op, dtype=dtype, dims=(2, 300, 500, 2, 2)), DEVICES[arch])
     dims = "head_dim 64" if op == "lse" else "head_dim 64, head_dim_v 64"
     expected = [

@@ -1,4 +1,4 @@
-"""`cuflash.plan` and the planner behind it: what they take and refuse, and what is compiled for it."""
+"""`cuflash.plan` and the planner behind it: accepted and refused calls, and their variants."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_the_devices_of_the_contract_can_be_named() -> None:
     assert tuple(DEVICES) == ARCHS == tuple(devices.named(arch).arch for arch in ARCHS)
 
 
-def test_a_gpu_runs_code_of_its_generation_that_is_not_newer_and_a_tegra_its_own_alone() -> None:
+def test_a_gpu_runs_code_of_its_generation_if_not_newer() -> None:
+    """A Tegra runs code for its architecture only."""
     codes = (80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
     runs = {arch: [code for code in codes if devices.code_runs(code, arch)] for arch in (*codes, 129, 130)}
     assert runs == {
@@ -45,7 +46,7 @@ def test_a_gpu_runs_code_of_its_generation_that_is_not_newer_and_a_tegra_its_own
 
 def test_variants_with_different_constants_never_share_a_name() -> None:
     by_name: dict[str, dict[str, Any]] = {}
-    # why by memory: kernels for any GPU depend on nothing else of it.
+    # One GPU for each amount of shared memory, as sm80 tiles depend on nothing else.
     by_memory = {device.smem_per_block: arch for arch, device in DEVICES.items()}
     for variant in itertools.chain.from_iterable(map(variants, ("sm_90", *by_memory.values()))):
         constants = {"source": variant.source, **variant.constants}
@@ -53,7 +54,7 @@ def test_variants_with_different_constants_never_share_a_name() -> None:
         assert constants["KERNEL"] == variant.name
         assert variant.name.isidentifier()  # it becomes the kernel's symbol
     distinct = {tuple(sorted((k, v) for k, v in c.items() if k != "KERNEL")) for c in by_name.values()}
-    assert len(distinct) == len(by_name) > 100  # and no two names stand for one kernel
+    assert len(distinct) == len(by_name) > 100  # no kernel has two names
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -86,7 +87,7 @@ def test_no_length_scale_or_mask_is_part_of_what_is_compiled(call: str, arch: st
         assert kernels(("q",), **changes) == generic
     capped = kernels(softcap=3.0)
     assert capped == kernels(softcap=6.0)
-    assert [v.softcap for v in capped] == [v.of_warpgroups for v in hoppers]  # others ask their parameters
+    assert [v.softcap for v in capped] == [v.of_warpgroups for v in hoppers]  # other kernels read a parameter
     assert [replace(v, softcap=False, tile=None) for v in capped] == [replace(v, tile=None) for v in hoppers]
     assert kernels(("q",), softcap=3.0) == generic
     assert (hoppers == generic) == (arch != "sm_90" or call == "flashd")

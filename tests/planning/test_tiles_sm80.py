@@ -1,4 +1,4 @@
-"""The tables of the mma.sync tiles: which row is chosen at the edges of each, and that known GPUs have one."""
+"""Tables of the mma.sync tiles: the row chosen at the edges of each row, and coverage of known GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = [
 
 
 def tightest(row: Any, itemsize: int) -> Device:
-    """The GPU with the least shared memory that has all which a row asks for."""
+    """Returns the GPU with the least shared memory that a row fits `blocks_per_sm` times."""
     smem = row.smem_bytes(itemsize)
     return replace(DEVICES["sm_80"], smem_per_block=smem, smem_per_sm=row.blocks_per_sm * (smem + SMEM_RESERVED))
 
@@ -47,7 +47,7 @@ def test_a_row_is_chosen_up_to_its_head_dims_and_down_to_its_shared_memory(
         if other is not None:
             assert other.head_dim >= dims[0]
             assert other.head_dim_v * other.max_slices >= dims[1]
-    # with a byte less it does not fit, or is taken only if no smaller row has the same head dims
+    # With a byte less, the row does not fit, or is taken only if no smaller row has the same head dims.
     smaller = replace(device, smem_per_block=device.smem_per_block - 1)
     other = choose(rows, itemsize, row.head_dim, most_v, smaller)
     assert other is None or other.smem_bytes(itemsize) <= smaller.smem_per_block

@@ -1,4 +1,4 @@
-"""The tables of Hopper's tiles: which row is chosen at the edges of each."""
+"""Tables of the sm90 tiles: the row chosen at the edges of each row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERY = [pytest.param(row, id=f"{type(row).__name__}-{n}") for n, row in enumera
 
 
 def chosen(row: Any, head_dim: int, head_dim_v: int, capped: bool, count: float | None = None) -> Any:
-    """What the table of a row has for these head dims; `count` is by default what the row is for."""
+    """Returns the choice for these head dims from the row's table. count: keys or queries, by default the row's."""
     if row in TILES:
         return choose("forward", head_dim, head_dim_v, count or row.max_keys or MANY, capped)
     if row in BACKWARD:

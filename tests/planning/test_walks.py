@@ -1,4 +1,4 @@
-"""The walks of tests read a block's index as the kernels do."""
+"""Walks of tests decode a block's index as the kernels do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __device__ constexpr bool is(TileRange tiles, int begin, int end) { return tiles
 
 
 def claims(rng: np.random.Generator) -> Iterator[str]:
-    """What must hold of the functions of the kernels for some grids: what those of the walks find."""
+    """Yields claims about the kernels' functions for random grids, with the results of the walks' functions."""
     for _ in range(500):
         batch, heads, parts, num_blocks, together = (int(n) for n in rng.integers(1, 7, 5))
         num_heads = batch * heads * parts
