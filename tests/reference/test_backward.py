@@ -1,4 +1,4 @@
-"""The gradients in NumPy: against float64, finite differences, the identities of softmax, and merged halves."""
+"""Gradients in NumPy, compared with float64, finite differences, identities of softmax, and merged halves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cuflash.testing.oracle import ULPS, Array, assert_attention, assert_close, 
 pytestmark = pytest.mark.filterwarnings("error")
 LAYOUT = st.sampled_from(list(LAYOUTS.values()))
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
-# why: a handful of terms may cancel, and then a unit of the sum is smaller than a unit of its terms.
+# Few terms may cancel: a unit of the sum is then smaller than a unit of its terms.
 DRAWN_ULPS = {"float16": 4, "bfloat16": 4} | {"float32": 16, "float64": 64}
 
 
@@ -51,7 +51,7 @@ def test_any_shape_stride_mask_and_tile(case: Case, layouts: Any, block_q: int, 
     (dout, dlse), problem = upstream(case, seed), case.problem()
     q, k, v, dout = (layout(x) for layout, x in zip(layouts[:4], (*case.arrays(seed), dout), strict=True))
     out, lse = reference.forward(problem, q, k, v)
-    if layouts[4] is not one_head_for_all:  # which is the one that makes other numbers
+    if layouts[4] is not one_head_for_all:  # that layout would change the numbers
         out = layouts[4](out)
     copies = [x.copy() for x in (q, k, v, dout, out, lse, dlse)]
     got = reference.backward(problem, dout, q, k, v, out, lse, dlse, block_q=block_q, block_k=block_k)
@@ -91,8 +91,8 @@ def test_finite_differences(case: Case, algorithm: str) -> None:
             x[index] = value - step
             slope[index] = (above - loss()) / (2 * step)
             x[index] = value
-        # A step twice as long errs four times as much, so the two slopes differ by more than the first errs. The loss
-        # is known to a unit in its last place, and its slope to that over the step.
+        # Twice the step has four times the error, so the two slopes differ by more than the first one's error. The loss
+        # has an error of one unit in its last place, and its slope that error divided by the step.
         assert_close(name, dx, *slopes.values(), ulps=4, unit=abs(loss()) / 1e-4)
 
 
@@ -158,7 +158,7 @@ def test_scores_of_minus_infinity_get_nothing() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("mask", [{}, *MASKED], ids=str)
 def test_backward_of_merged_halves(dtype: str, mask: dict[str, Any]) -> None:
-    """Ring attention: each half of the keys gives its gradients from the merged out and lse; those of q are added."""
+    """As in ring attention, each half of the keys has gradients from the merged out and lse; dq is summed."""
     case = Case("", 2, 24, 24, 4, 2, 8, 8, dtype, **mask)
     (q, k, v), (dout, dlse) = case.arrays(), upstream(case)
     merged = reference.merge_states(*parts_of(case, [0, 10, 24]))

@@ -1,4 +1,4 @@
-"""Mask tiles of block masks on NumPy, held against the mask_mod of each single score."""
+"""Mask tiles of block masks in NumPy, compared with the mask_mod at each score."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASKS = {
 
 
 def expected_tiles(function: Any, b: int, h: int, used_q: int, used_k: int, shape: tuple[int, int]) -> Any:
-    """The mask tiles of one sequence and head, one after the other."""
+    """Returns the mask tiles of one sequence and head, computed one by one."""
     graph = trace(function, "mask_mod")
     mask_tiles = np.full(shape, EMPTY, np.int8)
     for i, j in np.ndindex(*shape):

@@ -1,4 +1,4 @@
-"""Dropout: the bits are Philox's, and a weight's fate depends on the seed and its place alone."""
+"""Dropout: the bits are Philox's, and a weight is kept or dropped by the seed and its indices alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from cuflash.reference.dropout import SHARES, is_kept, philox, share_kept
 
-# The known answers of Random123, the authors' library: counter, key, result.
+# Test vectors of Random123, the authors' library: counter, key, result.
 DEVICES = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -49,7 +49,7 @@ def test_no_two_keys_of_a_row_share_their_bits() -> None:
     k = np.arange(4096)
     places = 8 * (4 * (k // 32) + k % 8 // 2) + 2 * (k // 8 % 4) + k % 2
     assert len(np.unique(places)) == len(k)
-    # What a thread of tensor cores holds of 32 keys: two neighbours of every 8.
+    # The keys, of 32, that a thread of tensor cores holds: two neighbours of every 8.
     for thread in range(4):
         columns = [8 * block + 2 * thread + i for block in range(4) for i in range(2)]
         assert len({int(places[key]) // 8 for key in columns}) == 1

@@ -1,4 +1,4 @@
-"""Values of expression graphs on NumPy arrays."""
+"""Evaluation of expression graphs on NumPy arrays."""
 
 from __future__ import annotations
 

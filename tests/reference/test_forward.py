@@ -1,4 +1,4 @@
-"""The four algorithms in NumPy: against float64, against the worked example of the papers, and at every edge."""
+"""The four algorithms in NumPy, compared with float64 and the papers' worked example, and at every edge."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def test_against_float64(case: Case, algorithm: str) -> None:
     assert out.dtype == numpy_dtype(case.dtype)
     assert lse.dtype == np.float32
     assert_attention(case, arrays, out, lse, ulps=1)
-    same((reference.lse(problem, *arrays[:2]),), (lse,))  # the same walk, so the same bits
+    same((reference.lse(problem, *arrays[:2]),), (lse,))  # equal bits, as the loop is the same
     same(reference.forward(problem, *arrays), (out, lse))  # repeatable
     same(arrays, tuple(copies))  # the caller's arrays are unchanged
 
 
-# Q, K, V of the worked example, in tiles of two queries and two keys.
+# q, k and v of the worked example, in tiles of two queries and two keys.
 Q = np.array([[1, 0], [0, 1], [1, 1], [0, 0]], dtype=np.float64)
 K = np.array([[1, 0], [0, 1], [1, 1], [0.5, 0.5]], dtype=np.float64)
 V = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], dtype=np.float64)
 
 
 def worked_example(scale: float) -> list[tuple[Array, Array, Array]]:
-    """(m, ℓ, O not divided by ℓ) after tile 1 and tile 2, by hand with x = exp(-scale) and y = exp(-scale / 2)."""
+    """Returns (m, ℓ, o not divided by ℓ) after tiles 1 and 2, by hand with x = exp(-scale), y = exp(-scale / 2)."""
     x, y = math.exp(-scale), math.exp(-scale / 2)
     first_o = [[1 + 3 * x, 2 + 4 * x], [3 + x, 4 + 2 * x], [4, 6], [4, 6]]
     second_o = [[6 + 3 * x + 7 * y, 8 + 4 * x + 8 * y], [8 + x + 7 * y, 10 + 2 * x + 8 * y]]
@@ -61,7 +61,7 @@ def worked_example(scale: float) -> list[tuple[Array, Array, Array]]:
 
 
 def states(algorithm: str, scale: float, dtype: str) -> tuple[list[list[Array]], Array, Array]:
-    """The states after tile 1 and tile 2, each part over all four rows, and out and lse."""
+    """Returns the states after tiles 1 and 2, each field over all four rows, and out and lse."""
     q, k, v = (x.astype(dtype)[None, :, None, :] for x in (Q, K, V))
     by_block: dict[int, list[Any]] = {0: [], 2: []}
     forward = TILED[algorithm]
@@ -105,10 +105,10 @@ def test_states_of_the_worked_example(scale: float, dtype: str) -> None:
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 800.0])
 def test_flash_d_key_after_key(spread: float) -> None:
-    """w_i = σ(s_i - s_{i-1} + ln w_{i-1}) is exp(s_i) / Σ_{j<=i} exp(s_j), and o_i the attention over i keys."""
+    """The weight w_i = σ(s_i - s_{i-1} + ln w_{i-1}) is exp(s_i) / Σ_{j<=i} exp(s_j); o_i is attention over i keys."""
     rng = np.random.default_rng(0)
     s, v = spread * rng.standard_normal(40), rng.standard_normal((40, 3))
-    w_before, tiny = 1.0, 1e-280  # what is smaller need not be right in its own digits
+    w_before, tiny = 1.0, 1e-280  # smaller numbers need no relative precision
     for i, (w, o) in enumerate(flashd.per_key(s, v)):
         so_far = s[: i + 1]
         e = np.exp(so_far - so_far.max())
@@ -233,7 +233,7 @@ def test_large_scores_do_not_overflow(algorithm: str) -> None:
 def test_weights_of_large_scores_are_those_of_float64(
     mask: dict[str, Any], size: float, dtype: str, algorithm: str
 ) -> None:
-    """Scores near `size` that differ by 0, 1 or 2 steps of float32, in several tiles, some of which hold only -inf."""
+    """Scores near `size` differ by 0, 1 or 2 steps of float32, in several tiles, some with -inf only."""
     step = max(0.5, float(np.spacing(np.float32(abs(size)))))  # every product below is exact in float32
     case = Case("", 1, 24, 24, 1, 1, 2, 4, dtype, softmax_scale=step, **mask)
     q, k, v = case.arrays()
@@ -339,7 +339,7 @@ def test_merging_with_nothing() -> None:
     assert np.isnan(bad[1]).all()
 
 
-NOT_FINITE: dict[str, tuple[str, float, dict[str, Any]]] = {  # what key 10 holds, and where
+NOT_FINITE: dict[str, tuple[str, float, dict[str, Any]]] = {  # operand and value of key 10, and arguments
     "hidden by its value": ("k", -np.inf, {}),
     "over the cap": ("k", np.inf, {"softcap": 2.0}),
     "v": ("v", np.nan, {}),

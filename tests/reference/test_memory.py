@@ -1,4 +1,4 @@
-"""The purpose of tiles: memory that grows with seqlen, not its square, and no work where the mask hides all."""
+"""Purpose of tiles: memory grows with seqlen, not its square, and fully masked tiles take no work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cuflash.testing.cases import Case
 
 LONG = Case("long", 1, 4096, 4096, 2, 2, 64, 64, "float32", causal=True)
 LONG_HEAD = replace(LONG, name="long_head", heads_q=1, heads_kv=1, dtype="float16")
-LIMIT = 4 * 4096**2 // 8  # bytes over the outputs: an eighth of what the scores of one head would take
+LIMIT = 4 * 4096**2 // 8  # bytes beside the outputs: an eighth of the scores of one head
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _traced() -> Iterator[None]:
 
 
 def peak_over_outputs(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes at the peak over what was there before and over what the call returns, and what it returns."""
+    """Returns a call's peak memory in bytes beside earlier memory and its results, and the results."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     outputs = call()
@@ -51,7 +51,7 @@ def test_long_sequences_take_little_memory() -> None:
     assert over_forward < LIMIT, f"{over_forward / 2**20:.1f} MiB"
     assert over_backward < LIMIT, f"{over_backward / 2**20:.1f} MiB"
     assert (out[0, 0] == v[0, 0]).all()  # the first query sees the first key alone
-    # dq there is a product with dout · v - delta, two sums of 64 products that are equal but for their rounding.
+    # Its dq is a product with dout · v - delta, two sums of 64 products that are equal except for rounding.
     oracle.assert_units("dq", dq[0, 0], 0.0, 4, unit=float(np.square(v[0, 0]).sum()))
     last = replace(LONG, seqlen_q=1)
     oracle.assert_attention(last, (q[:, -1:], k, v), out[:, -1:], lse[:, :, -1:])
@@ -59,7 +59,7 @@ def test_long_sequences_take_little_memory() -> None:
 
 @pytest.mark.parametrize("algorithm", ["flash1", "flash2", "flashd"])
 def test_every_tiled_algorithm_takes_little_memory(algorithm: str) -> None:
-    q, k, v = LONG_HEAD.arrays()  # heads are walked one after the other, so one shows the peak of many
+    q, k, v = LONG_HEAD.arrays()  # heads run one after the other, so one head has the peak of many
     problem = LONG_HEAD.problem(algorithm=algorithm)
     assert peak_over_outputs(lambda: reference.forward(problem, q, k, v))[0] < LIMIT
     assert peak_over_outputs(lambda: reference.lse(problem, q, k))[0] < LIMIT
@@ -70,7 +70,7 @@ def test_causal_visits_half() -> None:
 
 
 def tiles_by_brute_force(mask: Mask, block_q: int, block_k: int) -> tuple[int, int]:
-    """`(visited, masked)`: blocks of queries x tiles of keys with anything to see, and those that are not all seen."""
+    """Returns `(visited, masked)`: numbers of tiles with a visible pair, and of tiles with a hidden pair."""
     sees = np.asarray(mask.visible(np.arange(mask.seqlen_q), np.arange(mask.seqlen_k)))
     seeing = np.flatnonzero(sees.any(axis=1))
     visited = masked = 0

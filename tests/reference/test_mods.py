@@ -1,4 +1,4 @@
-"""Mods on NumPy, held against whole matrices in float64 and finite differences."""
+"""Mods in NumPy, compared with whole matrices in float64 and finite differences."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_mod_scores(call: Arrays, **changes: Any) -> ModScores:
 
 def test_keys_that_nobody_sees_keep_what_they_hold() -> None:
     call: Arrays = {"mask_mod": lambda b, h, q_idx, k_idx: k_idx > 20}
-    q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays())  # a head's rows lie together
+    q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays())  # contiguous rows of each head
     for x in (q, k, v):
         x.flags.writeable = False
     out, lse = flash2.forward(problem_of(call), q, k, v, mod_scores=make_mod_scores(call))
@@ -108,7 +108,7 @@ def test_gradients_are_slopes(name: str) -> None:
             np.testing.assert_allclose(gradient[index], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_sink_that_is_none_and_rows_that_see_nothing_have_gradients_of_their_own() -> None:
+def test_sink_gradients_of_minus_inf_and_blind_rows_are_exact() -> None:
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return (q_idx > 4) & (k_idx < 9)
 
@@ -151,7 +151,7 @@ def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("operand", ["dout", "q", "k", "v"])
 @pytest.mark.parametrize("name", ["mask_mod", "mask_mod and window", "bool bias", "sinks", "all"])
-def test_a_row_and_a_key_that_a_function_hides_from_it_get_nothing_of_each_other(name: str, operand: str) -> None:
+def test_rows_and_keys_that_a_mask_hides_exchange_no_nan(name: str, operand: str) -> None:
     call, inputs = CALLS[name], dict(zip("qkv", arrays(), strict=True))
     problem, mod_scores, dout = problem_of(call), make_mod_scores(call), normal(BATCH, ROWS, HEADS, DIM)
     shown = call["mask_mod"](*np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS]) if "mask_mod" in call else call["bias"]
@@ -242,13 +242,13 @@ def test_ready_made_functions_are_what_keywords_do(name: str) -> None:
 
 
 def of_lengths(place: str) -> tuple[Problem, Arrays, list[tuple[slice, slice]]]:
-    """Sequences of 21, 0 and 13 queries over 34, 5 and 20 keys: the problem, its inputs, and the rows of each."""
+    """Returns a problem of 21, 0 and 13 queries over 34, 5 and 20 keys, its inputs, and the rows of each sequence."""
     queries, keys = [0, 21, 21, 34], [0, 34, 39, 59]
     q, k, v = normal(34, HEADS, DIM), normal(59, HEADS_KV, DIM), normal(59, HEADS_KV, DIM)
     named = {"q": q, "k": k, "v": v, "cu_seqlens_q": np.array(queries, np.int32)}
     if place == "packed":
         named["cu_seqlens_k"] = np.array(keys, np.int32)
-    else:  # pages of four keys, of which the third page of the first sequence is not there
+    else:  # pages of four keys; the third page of the first sequence is missing
         pages, table = np.zeros((20, 4, HEADS_KV, DIM)), np.full((3, 9), -1, np.int32)
         named |= {"k": pages, "v": pages.copy(), "page_table": table, "seqused_k": np.diff(keys).astype(np.int32)}
         for b in range(3):

@@ -1,6 +1,6 @@
-"""Variable-length sequences in NumPy: which rows are whose, keys with holes in them, and what is never touched.
+"""Variable-length sequences in NumPy: rows of each sequence, missing keys, and rows that stay untouched.
 
-`ops/test_sequences` holds the results of calls against float64.
+`ops/test_sequences` compares the results of calls with float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cuflash.testing.sequences import FAR, Sequences, VarlenArrays, assembled, c
 pytestmark = pytest.mark.filterwarnings("error")
 PAGED = Sequences("paged", (3, 1, 0, 9), (40, 17, 5, 33), "packed", "paged", used_k=True, page_size=3)
 USED = Sequences("used", (3, 0, 5), (4, 6, 0), used_q=True, used_k=True, spare_q=(2, 1, 0), spare_k=(0, 1, 2))
-# Where the keys of a sequence lie, and the ranges of those that are there.
+# Pages of a sequence's keys, and the ranges of existing keys.
 HOLES = {
     "all": ([2, 0, 5, 1], [(0, 4)]),
     "none": ([-1, -1, -1], [(0, 0)]),
@@ -55,7 +55,7 @@ def test_keys_that_are_there_are_ranges_between_those_that_are_not(name: str) ->
 
 
 @pytest.mark.parametrize("case", [PAGED, USED, replace(PAGED, place_k="cache"), replace(PAGED, place_k="packed")])
-def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
+def test_each_sequence_with_queries_has_its_rows_and_keys(case: Sequences) -> None:
     inputs = varlen_arrays(case)
     by_number = dict(each(problem_of(inputs), inputs.varlen_kwargs))
     assert sorted(by_number) == [b for b, count in enumerate(case.queries) if count]
@@ -66,7 +66,7 @@ def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case
         same(one.keys, keys)
 
 
-def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out() -> None:
+def test_keys_outside_the_pool_are_marked_and_outside_rows_left_out() -> None:
     inputs = varlen_arrays(PAGED)
     table = inputs.varlen_kwargs["page_table"].copy()
     table[0, 1], table[1, 0] = len(inputs.k), -FAR - 1
@@ -77,7 +77,7 @@ def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out
     packed = varlen_arrays(replace(USED, queries=(3, 1, 5)))
     wild = packed.varlen_kwargs | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
     used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
-    # why first: where bounds decrease, rows that are computed are not cleared afterwards
+    # Sequences without visible keys come first: if bounds decrease, they do not overwrite computed rows.
     (_, blind), (_, sees) = each(problem_of(packed), used)
     assert [one.keys[1].tolist() for one in (sees, blind)] == [list(range(9)), []]
     for name, rows in (("batch_q", 0), ("queries", 1)):
@@ -88,7 +88,7 @@ def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (7, 1), "softcap": 3.0}], ids=str)
-def test_keys_with_holes_are_those_of_a_dense_problem_whose_other_keys_are_hidden(
+def test_keys_with_holes_match_a_dense_problem_with_hidden_keys(
     mask: dict[str, Any], dtype: str, algorithm: str
 ) -> None:
     inputs = varlen_arrays(replace(PAGED, dtype=dtype, **mask)).without_pages(1)
@@ -97,7 +97,7 @@ def test_keys_with_holes_are_those_of_a_dense_problem_whose_other_keys_are_hidde
 
 @pytest.mark.usefixtures("unchecked_integers")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtype: str) -> None:
+def test_results_over_ranges_of_keys_are_rounded_once_after_the_merge(dtype: str) -> None:
     inputs = varlen_arrays(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
     assert max(len(one.runs()) for _, one in each(problem_of(inputs), inputs.varlen_kwargs)) > 5
     out, wide = (cuflash.forward(**inputs.arguments(), out_dtype=name) for name in (None, "float32"))
@@ -138,7 +138,7 @@ def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Counts the dense problems that were computed since the last call."""
+    """Returns a function that counts dense problems since its last call."""
     lengths: list[int] = []
     alone = sequences._alone
     monkeypatch.setattr(sequences, "_alone", lambda *args: lengths.append(1) or alone(*args))
@@ -155,7 +155,7 @@ MANY = 10**6
 
 
 def test_a_million_sequences_without_queries_cost_no_step_of_a_loop(counted: Callable[[], int]) -> None:
-    """One sequence among them has rows; backward's gradients of the keys of the others are 0."""
+    """One sequence among them has rows; gradients of the other sequences' keys are 0."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((rows, 2, 8)).astype("f4") for rows in (3, 5, 5))
     bounds_q, bounds_k = np.zeros(MANY + 1, np.int32), np.zeros(MANY + 1, np.int32)
@@ -181,7 +181,7 @@ def each_of(number: int, *shape: int) -> Any:
 
 
 BOUNDS = np.arange(MANY + 1, dtype=np.int32)
-# A million sequences of which each has a query that sees nothing, but for the last in all but one of the cases.
+# A million sequences, each with a query that sees no key, except the last one in all but one of the cases.
 NOTHING: dict[str, dict[str, Any]] = {
     "no keys at all": {"k": ones(0), "cu_seqlens_k": 0 * BOUNDS},
     "no keys": {"k": ones(1), "cu_seqlens_k": np.r_[0 * BOUNDS[1:], [1]].astype("i4")},
