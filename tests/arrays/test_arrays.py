@@ -1,4 +1,4 @@
-"""Frameworks in and out: the same one, on the same device, with nothing copied through the host."""
+"""Arrays of each framework: results are of the same framework and device, without copies through the host."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_an_unknown_dlpack_producer_gives_numpy_or_cupy(xp: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_numpy_arrays_of_the_other_byte_order_give_the_same_numbers_in_the_machines_own(dtype: str) -> None:
-    """Of every op, with lengths and with arrays that are written to, which keep their byte order."""
+def test_numpy_arrays_of_the_other_byte_order_give_equal_native_results(dtype: str) -> None:
+    """Holds for every op, with varlen and with output arrays, which keep their byte order."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((2, 5, 2, 8)).astype(dtype) for _ in range(4))
     used, bias = np.array([3, 5], np.int32), rng.standard_normal((2, 2, 5, 5)).astype("f4")
@@ -127,7 +127,7 @@ def test_arrays_of_the_array_api_standard_come_back_as_they_went_in() -> None:
 
 
 class Standard(Producer):
-    """An array that follows the array API standard as far as its namespace."""
+    """An array with a namespace of the array API standard."""
 
     @property
     def __array_namespace__(self) -> Any:
@@ -156,7 +156,7 @@ def test_what_is_no_array_changes_nothing_for_arrays_that_follow() -> None:
             library_of("q", kind)
     q, k, v = CASE.arrays()
     expected = cuflash.forward(q, k, v)
-    # why twice: what has __dlpack__ by itself, and not by its type, tells nothing about others of the type.
+    # An object with __dlpack__ as an instance attribute must not decide about other objects of its type.
     there = SimpleNamespace(__dlpack__=k.__dlpack__, __dlpack_device__=k.__dlpack_device__)
     assert library_of("k", there).spec("k", there).shape == k.shape
     with pytest.raises(ProblemError, match="k is a SimpleNamespace; give a CuPy"):
@@ -214,7 +214,7 @@ def test_deleted_arrays_of_jax_are_refused() -> None:
 
 
 def _of_transforms(call: Any, x: Any) -> None:
-    """Calls a function on a tensor that each transform of torch.func has wrapped."""
+    """Checks that a function refuses a tensor wrapped by each transform of torch.func."""
     torch = pytest.importorskip("torch")
     transformed = (
         lambda: torch.vmap(call)(torch.stack([x, x])),
@@ -232,7 +232,7 @@ def test_tensors_that_torch_transforms_are_refused(device: str) -> None:
     torch = pytest.importorskip("torch")
     case = Case("wrapped", 1, 5, 5, 2, 2, 8, 8, "float32")
     q, k, v = (torch_of(x, device) for x in case.arrays())
-    out, lse = cuflash.forward(q, k, v, return_lse=True)  # whose kept plan is not taken
+    out, lse = cuflash.forward(q, k, v, return_lse=True)  # its cached plan must not serve wrapped tensors
     cuflash.backward(out, q, k, v, out, lse)
     _of_transforms(lambda x: cuflash.forward(x, k, v), q)
     _of_transforms(lambda x: cuflash.forward(q, x, v), k)
@@ -248,7 +248,7 @@ def test_tensors_that_torch_transforms_are_refused(device: str) -> None:
 
 
 class Typed(Producer):
-    """A producer that tells its dtype."""
+    """A producer with a dtype."""
 
     @property
     def dtype(self) -> Any:
@@ -296,7 +296,7 @@ def test_torch_results_go_to_cupy_without_a_copy(cupy: Any) -> None:
 @pytest.mark.gpu
 def test_torch_results_go_to_jax_without_a_copy() -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
-    jax.devices()  # why first: JAX's start leaves the last GPU current, and torch exports tensors of that one alone
+    jax.devices()  # first: starting JAX makes the last GPU current, and torch exports tensors of that GPU only
     q, k, v = (torch_of(x, "cuda") for x in CASE.arrays())
     out = cuflash.forward(q, k, v, causal=True)
     view = jax.dlpack.from_dlpack(out)
@@ -320,7 +320,7 @@ def test_torch_runs_on_its_current_stream_and_in_its_graphs() -> None:
     side.synchronize()
     assert torch.equal(got, expected)
     graph = torch.cuda.CUDAGraph()
-    # why: JAX's threads, at work since the tests before, may call CUDA, which can end a capture of the default mode.
+    # thread_local, as calls of CUDA by JAX's threads from earlier tests can end a capture in the default mode.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = cuflash.forward(q, k, v, causal=True)
     new = [torch_of(x, "cuda") for x in CASE.arrays(7)]

@@ -1,4 +1,4 @@
-"""The seam of array libraries: a new one is a file and a line, and the rest of the package names none of them."""
+"""The seam of array libraries: a new library is one file and one line, and other modules name no library."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ library = cache(FancyLibrary)
 
 @pytest.fixture
 def fancy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The package of a new array library. Its adapter is one file of arrays/, and its registration one line."""
+    """Yields the package of a new array library, whose adapter is one file of arrays/, registered by one line."""
     for folder, text in (("packages", PACKAGE), ("arrays", ADAPTER)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "fancy.py").write_text(text, "utf-8")
@@ -77,7 +77,7 @@ def fancy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_a_library_of_one_file_and_one_line_takes_part_in_every_call(fancy: Any) -> None:
-    """Forward, lse, backward, mods with captured arrays and its functions, seeds, caches, lengths and triangles."""
+    """Calls forward, lse, backward, mods with the library's functions, dropout, caches, varlen and triangles."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((2, 9, 2, 8)).astype("f4") for _ in range(4))
     slopes, used = np.array([0.5, 0.25], "f4"), np.array([4, 7], "i4")
@@ -126,14 +126,14 @@ def test_a_library_of_one_file_and_one_line_takes_part_in_every_call(fancy: Any)
 
 
 class Handle:
-    """An array on a GPU that its library lets kernels have only by way of CuPy."""
+    """A GPU array of a library that reaches kernels only through CuPy."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
 
 
 class Crossing(Library):
-    """A library on a GPU that is neither a GpuLibrary nor one of DLPack."""
+    """A GPU library that is neither a GpuLibrary nor a DLPack producer."""
 
     name = "crossing"
 
@@ -160,7 +160,7 @@ class OnTheCpuAlone(Crossing):
 
 
 def test_arrays_of_other_libraries_on_a_gpu_cross_over_to_cupy_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = Gpus(monkeypatch)  # whose arrays stand in for those of CuPy
+    gpus = Gpus(monkeypatch)  # its arrays replace CuPy's
     monkeypatch.setitem(find._libraries, Handle, Crossing())
     q, k, v, target = (Handle(Array.contiguous((2, 300, 4, 64), 2**30 * n)) for n in range(1, 5))
     out, lse = cuflash.forward(q, k, v, return_lse=True)
@@ -207,24 +207,24 @@ def test_results_of_arrays_that_cross_over_are_those_of_cupy(monkeypatch: pytest
     assert cuflash.plan(*handles).kernel == cuflash.plan(q, k, v).kernel
 
 
-# Layers that know array libraries by their nature, and modules that name one for a reason of another kind.
+# Layers that handle array libraries, and modules that name one for another reason.
 KNOWING = ("arrays", "frameworks", "testing", "tools")
 BINDING = {"cupy"}  # CuPy as the binding of CUDA: the driver, NVRTC, modules, launches, memory
 ALLOWED = {
     **dict.fromkeys(("runtime/compiler", "runtime/driver", "runtime/structs", "runtime/device_memory",
                      "planning/device"), BINDING),
-    # Functions of libraries that have one name and mean two things.
+    # Functions of libraries with one name and two meanings.
     "mods/tracing/functions": {"jax", "numpy"},
     "mods/tracing/jaxpr": {"jax", "jaxlib"},
     "mods/tracing/stand_ins": {"jax"},
     "mods/tracing/tracers": {"torch", "numpy"},
     "mods/tracing/capture": {"torch"},
-    "problem/array_spec": {"numpy"},  # the default of a spec that stands for no array
+    "problem/array_spec": {"numpy"},  # default of a spec without an array
 }  # fmt: skip
 
 
 def named_in(path: Path) -> set[str]:
-    """The array libraries that a file imports (NumPy aside), or names in a string of that name alone or an adapter."""
+    """Returns the array libraries that a file imports (except NumPy), or names in a string or as an adapter."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in PACKAGES:

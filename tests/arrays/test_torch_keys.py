@@ -1,4 +1,4 @@
-"""Keys of tensors: equal for those that differ in their memory alone, with guards and without."""
+"""Keys of tensors: equal if tensors differ only in their memory, with and without guards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 
 
 def call(**changes: Any) -> list[Any]:
-    """The arrays of a call, in which some are changed."""
+    """Returns the arrays of a call, with some changed."""
     operands = {"q": torch.zeros(2, 3, 4), "k": torch.zeros(2, 3, 4), "v": torch.zeros(2, 3, 5), "lengths": None}
     return [*(operands | changes).values()]
 
@@ -50,7 +50,7 @@ def test_what_differs_in_more_than_memory_has_another_key(find: Any, change: str
         assert find(call(**CHANGED[change]())) == other
 
 
-def test_a_tensor_that_requires_grad_has_another_key_once_gradients_are_recorded(find: Any) -> None:
+def test_a_tensor_that_requires_grad_has_another_key_in_grad_mode(find: Any) -> None:
     arrays = call(q=torch.zeros(2, 3, 4, requires_grad=True))
     with torch.no_grad():
         without = [find(arrays) for _ in range(3)]
@@ -75,7 +75,7 @@ def test_one_tensor_in_two_places_has_a_key(find: Any) -> None:
     one = torch.zeros(2, 3, 4)
     first = find([one, one, one])
     assert [find([one, one, one]) for _ in range(3)] == [first] * 3
-    assert find([torch.zeros(2, 3, 4) for _ in range(3)]) == first  # memory alone differs
+    assert find([torch.zeros(2, 3, 4) for _ in range(3)]) == first  # only memory differs
 
 
 def test_guards_are_found_in_the_pytorch_that_is_tested() -> None:
@@ -103,7 +103,7 @@ def test_nested_and_sparse_tensors_are_refused_by_name(layout: str) -> None:
     dense = torch.zeros(2, 3, 4)
     library = library_of("q", dense)
     plain = [torch.zeros(2, 3, 4) for _ in range(3)]
-    keys = library.key(plain), library.key(plain)  # a guard was made, and asked
+    keys = library.key(plain), library.key(plain)  # the first creates a guard, the second uses it
     other = torch.nested.nested_tensor([torch.zeros(3, 4)] * 2) if layout == "nested" else dense.to_sparse()
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="k is a nested or sparse tensor; give a dense one"):

@@ -1,4 +1,4 @@
-"""Memory of PyTorch's CPU tensors: calls read and write it, and leave storages that can be resized."""
+"""Memory of PyTorch's CPU tensors: calls read and write it, and storages stay resizable."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_results_stay_on_the_cpu_beside_another_default_device() -> None:
 
 
 class Layer(torch.nn.Module):  # type: ignore[misc]
-    """Attention with parameters that are sinks and a captured table."""
+    """An attention layer whose parameters include sinks and a captured table."""
 
     def __init__(self) -> None:
         super().__init__()
