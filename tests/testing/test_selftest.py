@@ -1,4 +1,4 @@
-"""The self-test finds what is wrong, tells how to repeat it, and passes what is right."""
+"""The self-test finds wrong results, prints how to repeat them, and passes right ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def first_of(kind: type, asked: Any = lambda trial: True) -> int:
-    """The number of the first trial of seed 0 of this kind in which many rows see many keys, and that is asked for."""
+    """Returns the index of the first trial of seed 0 of this kind with many rows and keys for which `asked` is true."""
     for number in range(4000):
         trial, _ = run.trial_of(0, number)
         if isinstance(trial, kind) and asks_for_much(trial) and asked(trial):
@@ -51,7 +51,7 @@ def selftest(*arguments: str) -> int:
 
 
 def test_what_is_right_passes(on_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert selftest("--problems", "120", "--minutes", "20") == 0  # why minutes: a busy machine takes several
+    assert selftest("--problems", "120", "--minutes", "20") == 0  # a busy machine takes several minutes
     output = capsys.readouterr().out
     assert "The NumPy path is checked, on the CPU: a test asks for it" in output
     assert re.search(r"\n120 problems are right \(.*\), 0 wrong, 0 refused as unsupported, in \d+ s\n", output)
@@ -60,7 +60,7 @@ def test_what_is_right_passes(on_cpu: None, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", range(15))
 def test_what_is_right_passes_on_a_gpu(cupy: Any, family: int) -> None:
-    # why apart, and not by the command: the kernels of each compile, one after the other, for a minute or longer.
+    # One test for each family, as the kernels of a family compile for a minute or longer, one after the other.
     machine, right = run.Gpus(), 0
     for number in range(family * run.FAMILY, (family + 1) * run.FAMILY):
         with contextlib.suppress(UnsupportedError):
@@ -90,13 +90,13 @@ def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
 
 
 def is_blocked(trial: Any) -> bool:
-    """Returns whether a call has a block mask, one of a mask_mod."""
+    """Returns True if a call has a block mask, which needs a mask_mod."""
     case = trial.case if isinstance(trial, ModDense) else Case("lengths", 2, 5, 5, 2, 2, 8, 8, "float32")
     return trial.block_mask and "mask_mod" in maker_of(trial.names)(lambda x: x, case)
 
 
 MISALIGNED = {"odd_start", "even_start"}
-# What some trials have, by their kinds.
+# Features of trials: the kinds of trials that may have each, and a test for it.
 FEATURES: dict[str, tuple[tuple[type, ...], Any]] = {
     **{f"misaligned {name}": ((Dense,), lambda trial, n=n: trial.layouts[n] in MISALIGNED)
        for n, name in enumerate(("q", "k", "v", "dout"))},
@@ -129,7 +129,7 @@ def test_every_feature_is_drawn_of_each_kind_that_has_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_misaligned_layouts_begin_an_element_or_two_behind_where_aligned_ones_do(dtype: str) -> None:
+def test_misaligned_layouts_begin_one_or_two_elements_late(dtype: str) -> None:
     x = np.zeros((2, 3, 2, 8), dtype)
     for name, elements in (("odd_start", 1), ("even_start", 2)):
         view = layouts.LAYOUTS[name](x)
@@ -275,7 +275,7 @@ def test_numbers_that_make_no_sense_are_refused(wrong: list[str], capsys: pytest
 
 
 class Pointer:
-    """A stand-in for CuPy's pointers, on the host."""
+    """A stand-in for CuPy's pointers in host memory."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -288,7 +288,7 @@ class Pointer:
 
 
 class Memory:
-    """A stand-in for CuPy where memory is allocated, and for its array."""
+    """A stand-in for CuPy's memory allocation, and for its array."""
 
     def __init__(self) -> None:
         self.cuda, self.current = self, None
@@ -300,7 +300,7 @@ class Memory:
         return self
 
     def malloc(self, size: int) -> Pointer:
-        return Pointer(np.zeros(size + 7, "u1"))  # it may be more than was asked for
+        return Pointer(np.zeros(size + 7, "u1"))  # a pool may allocate more bytes than requested
 
     def ndarray(self, shape: tuple[int], dtype: str, memptr: Pointer) -> Any:
         self.current = memptr.memory[: shape[0]]
