@@ -1,4 +1,4 @@
-"""The Hopper backward kernel (wgmma and TMA): every tile, mask, layout and order of key blocks against float64."""
+"""The sm90 backward kernels (wgmma and TMA): every tile, mask, layout and order of key blocks against float64."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from cuflash.testing.layouts import heads_first, host, identical, laid_out, odd_
 pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("new_memory_holds_nan")]
 HALVES = [case for case in COMPUTED if case.dtype != "float32"]
 FUSED = [tile for tile in tiles_sm90.BACKWARD if tile.softcap is not True]  # all gradients in one kernel
-BY_ROWS = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.DQ_DKV)  # a kernel for each
+BY_ROWS = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.DQ_DKV)  # a kernel for each gradient
 
 
 @pytest.fixture(
     params=[*FUSED, *BY_ROWS], ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else f"d{x.head_dim}q{x.block_q}"
 )
 def dims(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    """The head dims of a kernel, which is planned for any number of queries meanwhile."""
+    """Yields the head dims of a kernel, and lets the planner choose it for any number of queries."""
     if isinstance(request.param, tuple):
         yield request.param
         return
@@ -44,13 +44,13 @@ def dims(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
 
 
 def run(case: Case, inputs: BackwardArgs, *, hopper: bool = True, **more: Any) -> tuple[Any, ...]:
-    """Gradients by the kernel that is expected: the Hopper one or not."""
+    """Returns gradients, and checks that an sm90 kernel runs, or not."""
     with one_call(hopper):
         return backward(case, inputs, **more)
 
 
 def checked(cupy: Any, case: Case, **more: Any) -> tuple[BackwardArgs, tuple[Any, ...]]:
-    """The arrays of a call, and its gradients by the Hopper kernel, held against float64."""
+    """Returns the arrays of a call, and its gradients by an sm90 kernel, checked against float64."""
     inputs = backward_args(case, cupy)
     got = run(case, inputs, **more)
     check(case, inputs, got)
@@ -77,7 +77,7 @@ def test_lengths_around_the_tiles(cupy: Any, dtype: str, dims: tuple[int, int], 
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
-    "below": {"causal": True, "diagonal_offset": -150},  # the first queries see nothing, nor are the last keys seen
+    "below": {"causal": True, "diagonal_offset": -150},  # the first queries see no key, and no query sees the last keys
     "above": {"causal": True, "diagonal_offset": 300},
     "window": {"window_size": (130, 60)},
     "narrow": {"window_size": (3, 0), "diagonal_offset": 100},
@@ -111,11 +111,11 @@ def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str,
         assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["key_blocks"] > 1
         got = run(case, inputs)
         check(case, inputs, got)
-        assert mask == "full" or identical(got[1:], (dk, dv))  # dq alone is added up in another order
+        assert mask == "full" or identical(got[1:], (dk, dv))  # only dq is summed in another order
 
 
 def check_in_many_orders(cupy: Any, case: Case, runs: int) -> None:
-    """Holds gradients whose sums have no fixed order: the first, and of so many more the least and greatest of each."""
+    """Checks gradients whose sums have no fixed order: the first, and the least and greatest of `runs` more."""
     inputs, first = checked(cupy, case)
     least = greatest = [x.astype("f4") for x in first]
     for _ in range(runs):
@@ -153,9 +153,7 @@ def test_blocks_that_share_query_heads_add_up_dk_and_dv(cupy: Any, mask: str, di
 
 @pytest.mark.parametrize("dims", BY_ROWS, indirect=True)
 @pytest.mark.parametrize("mask", ["causal", "window"])
-def test_two_blocks_that_share_query_heads_by_rows_give_the_same_bits_each_time(
-    cupy: Any, mask: str, dims: tuple[int, int]
-) -> None:
+def test_dq_dkv_blocks_that_share_query_heads_repeat_bit_by_bit(cupy: Any, mask: str, dims: tuple[int, int]) -> None:
     for heads in ((5, 1), (6, 2)):
         batch = -(-device.query(0).num_sms // (2 * 3 * heads[1]))  # half a wave of key blocks
         case = Case(mask, batch, 900, 260, *heads, *dims, "bfloat16", **MASKS[mask])
@@ -215,7 +213,7 @@ def test_nan_that_nobody_sees_changes_nothing(cupy: Any, dims: tuple[int, int], 
     assert rows == (50, 300)
     assert keys == (0, 250)
 
-    def poisoned(x: Any, begin: int, end: int) -> Any:  # within, and in the memory around
+    def poisoned(x: Any, begin: int, end: int) -> Any:  # in x, and in the memory around
         view = laid_out(x, before=(0, 40, 1, 0), after=(0, 30, 1, 8))
         view[:, :begin] = view[:, end:] = cupy.nan
         return view
@@ -242,7 +240,7 @@ def test_operands_that_tma_cannot_read_are_read_all_the_same(cupy: Any, name: st
     assert identical(run(case, inputs, deterministic=True), expected)
 
 
-def test_deterministic_repeats_are_the_same_bits_under_other_memory_traffic(cupy: Any, dims: tuple[int, int]) -> None:
+def test_deterministic_backward_repeats_under_memory_traffic(cupy: Any, dims: tuple[int, int]) -> None:
     case = Case("repeats", 2, 1000, 1100, 5, 5, *dims, "bfloat16", causal=True)
     inputs = backward_args(case, cupy)
     first = run(case, inputs, deterministic=True)

@@ -1,4 +1,4 @@
-"""A bias in every layout on a GPU: elements that kernels load together, one by one, or from far apart."""
+"""A bias in every layout on a GPU: elements are loaded in pairs, one by one, or with strides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = ((63, 64), (130, 128), (129, 127), (200, 258))
 
 
 def padded(put: Any, values: Any, begin: int, more: int) -> Any:
-    """A view of these values whose rows begin `begin` elements after the start of longer ones, beside NaN."""
+    """Returns the values as a view of longer rows, from element `begin` on, with NaN around."""
     whole = np.full((*values.shape[:-1], begin + values.shape[-1] + more), np.nan, values.dtype)
     whole[..., begin : begin + values.shape[-1]] = values
     return put(whole)[..., begin : begin + values.shape[-1]]

@@ -1,4 +1,4 @@
-"""Block masks on a GPU: the mask tiles are NumPy's, and calls with them give the bits of calls without them."""
+"""Block masks on a GPU: mask tiles equal NumPy's, and calls have equal bits with and without a block mask."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 
 
 def tree(put: Put, case: Case) -> Arguments:
-    """Drafts of which each sees itself and every second one before it."""
+    """Builds a tree of drafts, in which each sees itself and every second one before it."""
     nodes = min(case.seqlen_q, 60)
     bits = [sum(1 << j for j in range(i % 2, i + 1, 2)) for i in range(case.seqlen_q)]
     return {"mask_mod": masks.tree(put(np.array([x % 2**nodes for x in bits] or [0], np.int64)))}
 
 
 def of_heads(put: Put, case: Case) -> Arguments:
-    """Heads that see one of four parts of the keys each, in turns that differ by sequence."""
+    """Builds a mask in which each head sees every fourth run of 70 keys, shifted by head and sequence."""
     return {"mask_mod": lambda b, h, q_idx, k_idx: k_idx // 70 % 4 == (h + b) % 4}
 
 
@@ -56,7 +56,7 @@ TILE_LENGTHS = ((1, 1), (63, 65), (64, 64), (65, 63), (128, 300), (300, 128), (1
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_mask_tiles_are_those_of_numpy(cupy: Any, name: str) -> None:
-    """Also for one sequence and head, whose mask tiles serve all, where the mask does not depend on them."""
+    """Tiles for one sequence and head serve all if the mask does not depend on these."""
     like = cupy.zeros(1, "float16")
     for lengths, (batch, heads) in [(x, (2, 4)) for x in TILE_LENGTHS] + [((200, 500), (1, 1)), ((70, 70), (5, 3))]:
         case = of_lengths(lengths, batch=batch, heads_q=heads)
@@ -97,7 +97,7 @@ def test_mask_tiles_of_tensors_are_tensors(cupy: Any) -> None:
 
 
 def results(case: Case, mod_kwargs: Arguments, arrays: list[Any], **more: Any) -> tuple[Any, ...]:
-    """out, lse, and deterministic gradients, all that a later call may compare bit by bit."""
+    """Returns out, lse and deterministic gradients, for comparisons bit by bit."""
     keywords = {**case.arguments(), **mod_kwargs, **more}
     out, lse = cuflash.forward(*arrays, return_lse=True, **keywords)
     return out, lse, *cuflash.backward(out, *arrays, out, lse, deterministic=True, **keywords)
@@ -137,7 +137,7 @@ def test_a_block_mask_goes_with_scores_a_window_and_a_cap(cupy: Any, dims: tuple
 
 
 def test_mask_tiles_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
-    """Keys of the middle tile are hidden from all: what they hold leaves no trace, in k and v, and has no gradient."""
+    """Keys in the middle are hidden from all: their content leaves no trace, and their gradients are 0."""
     hidden = slice(128, 384)
 
     def make(put: Put, case: Case) -> Arguments:
@@ -160,7 +160,7 @@ def test_mask_tiles_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> N
 
 
 def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
-    """Blocks of queries, and whole heads, see nothing; the last mask tiles of an axis are short."""
+    """Blocks of queries, and whole heads, see no key; the last mask tiles of an axis are short."""
 
     def make(put: Put, case: Case) -> Arguments:
         def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -183,8 +183,8 @@ def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
     assert np.isneginf(host(lse)[:, :, 100:320]).all()
 
 
-# What of an axis' 150 mask tiles is seen: all of 1, every second pair of 2. In between lie runs of more than 32 mask
-# tiles.
+# Visibility of an axis' 150 mask tiles: 1 is full, 2 has every second pair. Between them are runs of more than 32 empty
+# mask tiles.
 ISLANDS = np.zeros(150, np.int32)
 ISLANDS[[0, 31, 32, 129]], ISLANDS[[1, 66, 97, 149]] = 1, 2
 

@@ -1,7 +1,7 @@
 """Gradients of arrays that scores load from, of bias and of sinks on a GPU, against float64 and the tolerance rule.
 
-A gradient is a sum in float32 over all scores that an element took part in: where the index is that of a row, a column
-or a head, where it is found by computing, and where it is loaded.
+A gradient is a float32 sum over all scores that an element is part of. The index is a row, a column or a head, or it is
+computed, or loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cuflash.testing.mods import bounds_case, check_backward, check_repeated, ma
 from cuflash.testing.sequences import Sequences, upstream, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
-# why no axis of length 1: a bias that is broadcast along other axes is other code.
+# No axis of length 1, as a bias that is broadcast along other axes compiles other code.
 LENGTHS = ((2, 3), (64, 64), (65, 130), (130, 63), (257, 300))
 
 
@@ -36,7 +36,7 @@ def slopes_of_batch(put: Put, case: Case) -> Arguments:
 
 
 def distances(put: Put, case: Case) -> Arguments:
-    """One number for each distance, in the dtype of the inputs: an index that is affine in query and key."""
+    """Builds a bias by distance, in the dtype of the inputs: an index that is affine in query and key."""
     count = case.seqlen_q + case.seqlen_k
     table = put(drawn("distances", case.heads_q, count).astype(numpy_dtype(case.dtype)))
     last = put(np.array(case.seqlen_k, np.int32))
@@ -48,7 +48,7 @@ def distances(put: Put, case: Case) -> Arguments:
 
 
 def of_both_sides(put: Put, case: Case) -> Arguments:
-    """One array that is loaded from twice, and one whose gradient depends on the score."""
+    """Builds a score_mod with an array that is loaded twice, and one whose gradient depends on the score."""
     places, factors = put(drawn("places", max(case.seqlen_q, case.seqlen_k))), put(drawn("factors", case.heads_q) / 4)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -58,7 +58,7 @@ def of_both_sides(put: Put, case: Case) -> Arguments:
 
 
 def loaded_index(put: Put, case: Case) -> Arguments:
-    """The index is loaded: many scores share few elements, in no order."""
+    """Builds a score_mod with a loaded index: many scores share few elements, in no order."""
     random = np.random.default_rng(4)
     kinds = put(random.integers(0, 20, (case.batch, max(case.seqlen_q, case.seqlen_k))).astype(np.int32))
     table = put(drawn("kinds", 20, 20))
@@ -108,7 +108,7 @@ def test_sinks(cupy: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_bias_of_rows_that_share_it(cupy: Any, deterministic: bool) -> None:
-    """As in structure prediction: one bias for many short rows, of a small head dim."""
+    """As in structure prediction, many short rows of a small head dim share one bias."""
     make = joined(bias_of("1hqk"), bias_of_keys)
     for batch, n in ((40, 48), (7, 130)):
         case = Case("pairs", batch, n, n, 4, 4, 32, 32, "bfloat16")
@@ -116,7 +116,7 @@ def test_bias_of_rows_that_share_it(cupy: Any, deterministic: bool) -> None:
 
 
 def bias_of_keys(put: Put, case: Case) -> Arguments:
-    """A part of the keys of each row is hidden."""
+    """Builds a mask that hides some keys of each sequence."""
     visible = put(drawn("keys", case.batch, case.seqlen_k) > -1.0)
     return {"mask_mod": lambda b, h, q_idx, k_idx: visible[b, k_idx]}
 
@@ -213,7 +213,7 @@ PACKED = Sequences("own", (130, 0, 63, 1), (65, 5, 200, 64), bounded=True, used_
                    spare_q=(9, 3, 0, 2), spare_k=(1, 70, 4, 0))  # fmt: skip
 
 
-# The first queries of some sequences see nothing, and nobody sees the first keys of others.
+# The first queries of some sequences see no key, and no query sees the first keys of others.
 SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 
 

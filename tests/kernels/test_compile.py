@@ -1,4 +1,4 @@
-"""Every kernel compiles, keeps to its registers, and agrees with the host: with NVRTC, on a machine without a GPU."""
+"""Every kernel compiles with NVRTC without a GPU, spills no registers, and agrees with the host's structs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ except UnsupportedError as error:
     pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
 
 Compiled = Callable[[Variant], tuple[bytes, str]]
-ALL = ("sm_80", "sm_90")  # in every run one of each kernel is compiled for these, and with -m exhaustive every variant
+ALL = ("sm_80", "sm_90")  # one of each kernel is compiled for these in every run; every variant with -m exhaustive
 BACKWARD_OPS = ("delta", "convert", "backward", "backward_dkdv", "backward_dq")
-GENERIC = {"aligned": False}  # on Hopper, where other calls have kernels of their own
-CAPPED = {"softcap": 30.0}  # the same
+GENERIC = {"aligned": False}  # on Hopper, where aligned calls take sm90 kernels
+CAPPED = {"softcap": 30.0}  # on Hopper, where softcap is compiled in
 PACKED = {"packed": True}
 HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
 # (op, dtype, head_dim, head_dim_v, changes): one of each kernel.
@@ -50,7 +50,7 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     *((op, "float16", 192, 128, {}) for op in HOPPER_GRADIENTS),
 )
 SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128)
-# And one of each way of building it.
+# One of each way of building a kernel.
 ONE_OF_EACH_KIND = (
     *(("forward", *what, changes) for what in SIXTEEN_BIT for changes in ({}, GENERIC)),
     ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]}),
@@ -86,7 +86,7 @@ ONE_OF_EACH_KIND = (
 
 
 def representatives(arch: str, table: Any = ONE_OF_EACH_KERNEL) -> list[Variant]:
-    """What is compiled for this architecture of a list."""
+    """Returns the variants of a table that exist for an architecture."""
     kernels: dict[Variant, None] = {}
     for *what, changes in table:
         if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
@@ -101,9 +101,9 @@ def each(*archs: str, variants_of: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
-    """Gives the cubin and the log of a variant: all that the chosen tests ask for are compiled on all cores."""
+    """Yields a function that returns a variant's cubin and log. Variants of selected tests compile in parallel."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        yield compiler.compile_variant  # why: each worker knows all tests, but not which of them it is to run
+        yield compiler.compile_variant  # a worker lists all tests, not only the ones that it will run
         return
     chosen: dict[Variant, None] = {}
     for item in request.session.items:
@@ -119,7 +119,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
 
 
 def is_known(arch: str) -> bool:
-    """Whether this NVRTC compiles for the architecture itself."""
+    """Returns True if this NVRTC compiles for the architecture itself."""
     return f"-arch={arch}" in compiler.options(replace(MERGE, arch=arch))
 
 
@@ -142,7 +142,7 @@ def check(variant: Variant, compiled: Compiled) -> None:
     assert reports, log
     for report in reports:
         assert report == ("0", "0", "0"), f"(stack frame, spill stores, spill loads) = {report} bytes"
-    assert not re.search(r"\bC7\d{3}\b", log), log  # what ptxas did not do as it was asked to
+    assert not re.search(r"\bC7\d{3}\b", log), log  # notes of ptxas that it did not follow the source
     assert "warning" not in log.lower(), log
 
 
@@ -162,13 +162,13 @@ def test_one_of_each_kind_compiles_without_spills(variant: Variant, compiled: Co
 
 
 def mods(*names: str) -> list[Any]:
-    """Kernels with these functions of the caller's: on Hopper, and as on any GPU."""
+    """Returns the kernels with these mods: on Hopper, and sm80 kernels."""
     of_any_gpu = partial(mod_variants, on_any_gpu=True, names=names)
     return [*each("sm_90", variants_of=partial(mod_variants, names=names)), *each("sm_80", variants_of=of_any_gpu)]
 
 
 def check_mod_variant(variant: Variant, compiled: Compiled) -> None:
-    """Those of Hopper that spill are refused, and another tile is taken; of others a few may."""
+    """Checks a variant with mods. Sm90 kernels that spill are refused, and another tile runs; sm80 ones may spill."""
     need_known(variant)
     try:
         cubin, log = compiled(variant)
@@ -180,7 +180,7 @@ def check_mod_variant(variant: Variant, compiled: Compiled) -> None:
     assert "warning" not in log.lower(), log
 
 
-ALL_AT_ONCE = "everything"  # has all that functions may have
+ALL_AT_ONCE = "everything"  # has all kinds of mods
 EVERYTHING_OF_FEW = partial(few_variants, of_few=((joined(everything), 64),))
 
 
@@ -236,7 +236,7 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
         expected |= {("lse", dtype, dtype, each, capped) for each in (of_lse, *map(of_lse.for_varlen, (False, True)))}
-    # Only dense calls share key blocks by heads, and only they know that a sequence has many queries.
+    # Only dense calls share key blocks by heads, and only they have the numbers of queries on the host.
     gradients = [("backward", replace(row, shares_heads=True), False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row, False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row.for_varlen(), True) for row in tiles_sm90.BACKWARD if not row.min_queries]
@@ -297,8 +297,8 @@ def test_a_size_that_host_and_kernel_disagree_on_does_not_compile(
     assert variant.name in str(caught.value)
 
 
-# One kernel of each group of macros in the headers called config.cuh, and those of its macros that others have not. A
-# kernel without SOFTCAP asks its parameters, and merge has no algorithm.
+# One kernel for each group of macros in the config.cuh headers, with the macros that other kernels lack. A kernel
+# without SOFTCAP reads its parameters, and merge has no algorithm.
 SMALL = [small_variant("sm_80", op, "float16") for op in ("merge", "backward")]
 SMALL += [small_variant("sm_90", op, "float16") for op in ("forward", "backward", "backward_dq")]
 NOT_ASKED = {
@@ -318,5 +318,5 @@ def test_every_constant_is_needed(small: Variant, macro: str, monkeypatch: pytes
     options = [option for option in compiler.options(small) if not option.startswith(f"-DCUFLASH_{macro}=")]
     assert len(options) == len(compiler.options(small)) - 1
     monkeypatch.setattr(compiler, "options", lambda variant: tuple(options))
-    with pytest.raises(CompileError, match=f"CUFLASH_{macro}|identifier"):  # a macro may guard what others read
+    with pytest.raises(CompileError, match=f"CUFLASH_{macro}|identifier"):  # a macro may guard other names
         compiler.compile_variant(small)

@@ -1,6 +1,6 @@
-"""Random functions on a GPU: expression graphs that hypothesis draws, with random arguments around them.
+"""Random mods on a GPU: expression graphs that hypothesis draws, with random arguments around them.
 
-Functions of scores have no corners and jumps, for what float32 takes to one side of them float64 may take to the other.
+The score_mods have no corners and jumps, on whose two sides float32 and float64 may land.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 
 
 def drawn(strategy: st.SearchStrategy[Any], seed: int) -> Any:
-    """What a strategy draws with this seed: the last of a few, for the first is the simplest there is."""
+    """Returns a strategy's example for a seed: the last of four, as the first is always the simplest."""
     examples: list[Any] = []
     checks = list(HealthCheck)
 
@@ -42,18 +42,18 @@ def drawn(strategy: st.SearchStrategy[Any], seed: int) -> Any:
 
 
 class Replay:
-    """The function of an expression graph. why an object: tracing follows functions, and not what this does."""
+    """A callable for an expression graph. It is an object, as tracing would follow the code of a function."""
 
     def __init__(self, root: Node) -> None:
         self.root = root
 
     @property
     def numbers(self) -> set[int]:
-        """The arrays that are loaded from."""
+        """The indices of the arrays that the graph loads from."""
         return {each.value for each in post_order([self.root]) if each.op == "load"}
 
     def on(self, inputs: dict[str, Any], *loads: Any) -> Any:
-        """Its value. loads: for each array, what gives an element of it."""
+        """Returns the graph's value. loads: for each array, a function that returns an element."""
         nodes: dict[Node, Node] = {}
         for each in post_order([self.root]):
             below = [nodes[argument] for argument in each.arguments]
@@ -68,7 +68,7 @@ class Replay:
 
 
 def _index(node: Node, length: int) -> Any:
-    """A constant that is outside is clamped here: tracing refuses it, where it clamps what is computed."""
+    """Returns an index, clamped if constant: tracing refuses constants out of range, and clamps computed indices."""
     return TracedScalar(node) if node.op != "constant" else min(max(int(node.value), -length), length - 1)
 
 
@@ -98,11 +98,11 @@ def mask_of(replay: Replay) -> Maker:
     return make
 
 
-DEPTH, NODES = 6, 40  # of small graphs
+DEPTH, NODES = 6, 40  # limits of small graphs
 
 
 def is_small(root: Node) -> bool:
-    """Whether a graph is quick to compile: so deep, and of so many nodes at most."""
+    """Returns True if a graph compiles quickly: at most DEPTH deep, with at most NODES nodes."""
     order, depths = post_order([root]), {}
     for each in order:
         depths[each] = 1 + max((depths[below] for below in each.arguments), default=-1)
@@ -110,22 +110,22 @@ def is_small(root: Node) -> bool:
 
 
 def is_function(root: Node) -> bool:
-    """Whether a graph is more than a leaf or two."""
+    """Returns True if a graph has at least five nodes."""
     return len(post_order([root])) >= 5
 
 
 @pytest.mark.drawn(8)
 def test_gpu_agrees_with_float64_on_small_graphs(cupy: Any, seed: int) -> None:
-    """Many graphs, of which each compiles one kernel, or with gradients a few: `--drawn 2000 -n 32 -k small_graphs`.
+    """Each graph compiles one kernel, or a few with gradients: `--drawn 2000 -n 32 -k small_graphs` runs many.
 
-    The seed is the number in the name of the test, so that one which failed is repeated by its name.
+    The seed is the number in the test's name, so that the name repeats a failure.
     """
     makers = [score_of(Replay(drawn(floats(smooth=True).filter(is_small).filter(is_function), seed)))]
     if seed % 3 == 0:
         makers.append(mask_of(Replay(drawn(conditions().filter(is_small), seed))))
     dtype = ("float32", "bfloat16")[seed % 2]
     case = Case(f"small_{seed}", 2, 70, 130, 2, 1, 32, 32, dtype, causal=seed % 5 == 0)
-    with nullcontext() if seed % 16 == 1 else for_any_gpu():  # why not more: Hopper's kernels compile for longer
+    with nullcontext() if seed % 16 == 1 else for_any_gpu():  # one in 16, as sm90 kernels compile longer
         check_forward(joined(*makers), case, cupy.asarray, seed=seed)
         if seed % 4 == 0:
             more = {"grads": True, "deterministic": seed % 8 == 0}
@@ -150,7 +150,7 @@ def test_gpu_agrees_with_float64_on_drawn_functions(cupy: Any, seed: int) -> Non
         "softcap": one_of(0.0, 0.0, 5.0),
     }
     heads, dtype, make = heads_kv * one_of(1, 2, 4), one_of("float16", "bfloat16"), joined(*makers)
-    # why no heads and lengths of 1: a bias that is broadcast along other axes is other code.
+    # No heads and lengths of 1, as a bias that is broadcast along other axes compiles other code.
     heads = max(heads, 2)
     with for_any_gpu() if one_of(True, False, False) else nullcontext():
         for lengths in ((2, 3), (63, 129), (128, 64), (130, 270), (257, 300)):

@@ -1,6 +1,6 @@
-"""Dropout on a GPU: kernels drop the weights that NumPy drops, bit for bit, wherever a weight is computed.
+"""Dropout on a GPU: all kernels drop the same weights as NumPy.
 
-With v that is a part of the identity, out is a part of the weights: what was dropped is 0, and all else is above it.
+With columns of the identity as v, out has columns of the weights: dropped ones are 0, and all others are above 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = ((1, 1), (64, 64), (65, 129), (130, 300), (200, 127))
 
 
 def weights(case: Case, put: Put, **more: Any) -> Any:
-    """The weights (batch, heads_q, seqlen_q, seqlen_k) after dropout, from calls with parts of the identity for v."""
+    """Returns weights (batch, heads_q, seqlen_q, seqlen_k) after dropout, by calls with v from the identity."""
     q, k, _ = case.arrays()
     q, k = (put((x.astype("f4") / 4).astype(x.dtype)) for x in (q, k))
     step, parts = case.head_dim_v, []
@@ -42,7 +42,7 @@ def weights(case: Case, put: Put, **more: Any) -> Any:
 
 
 def check_weights(cupy: Any, case: Case, seed: Any = SEED, dropout_p: float = 0.3, **more: Any) -> Any:
-    """Holds what is dropped against NumPy, and returns the weights. seed: an array holds SEED."""
+    """Compares the dropped weights with NumPy's, and returns the weights. seed: an integer, or an array with SEED."""
     result = weights(case, cupy.asarray, dropout_p=dropout_p, dropout_seed=seed, **more)
     number = seed if isinstance(seed, int) else SEED
     keep = is_kept(number, dropout_p, *np.ogrid[: case.batch, : case.heads_q, : case.seqlen_q, : case.seqlen_k])
@@ -55,7 +55,7 @@ def test_the_weights_that_stay_are_those_of_numpy(cupy: Any, dtype: str, any_gpu
     for lengths in LENGTHS:
         case = of_lengths(lengths, dtype=dtype)
         result = check_weights(cupy, case)
-    # Of the last ones, what stays is what would be there, over the exact share.
+    # In the last case, kept weights are weights without dropout, divided by the exact kept fraction.
     plain = weights(case, cupy.asarray)
     tolerance = {"float16": 2.0**-9, "bfloat16": 2.0**-6, "float32": 2.0**-18}[dtype]
     expected = np.where(result != 0, plain * (SHARES / share_kept(0.3)), 0)
@@ -70,7 +70,7 @@ def test_each_head_dim_and_algorithm_drops_the_same(cupy: Any) -> None:
         check_weights(cupy, replace(case, head_dim=dim, head_dim_v=dim))
 
 
-def test_few_queries_over_many_keys_drop_the_same_however_keys_are_shared_out(cupy: Any) -> None:
+def test_few_queries_over_many_keys_drop_the_same_for_any_splits(cupy: Any) -> None:
     for splits in (1, 4, 0):
         check_weights(cupy, of_lengths((2, 1000), heads_q=8, heads_kv=1), num_splits=splits)
 
@@ -151,12 +151,12 @@ def test_backward_of_larger_head_dims(cupy: Any, dim: int) -> None:
 @pytest.mark.parametrize("scores", ["plain", "alibi"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_rows_that_leave_the_main_loop_drop_the_same(cupy: Any, dim: int, scores: str) -> None:
-    # why such a scale: rows leave where their weights leave the range, which must not count weights that were dropped.
+    # With this scale rows leave the main loop: their weights leave the range, in which dropped weights must not count.
     case = of_lengths((200, 700), head_dim=dim, head_dim_v=dim, dtype="bfloat16", causal=True, softmax_scale=1.0)
     check_forward(dropped if scores == "plain" else joined(FUNCTIONS[scores], dropped), case, cupy.asarray)
 
 
-# Hopper's backward numbers rows from the first that sees a key, or that is seen: here from any one on.
+# Sm90 backward numbers rows from the first visible one, which may be any row here.
 SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 
 

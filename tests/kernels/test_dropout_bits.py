@@ -1,4 +1,4 @@
-"""Which weights the kernels drop, computed on the CPU: those of the reference, however fragments hold them."""
+"""Dropped weights of the kernels' code, run on the CPU, equal the reference's for every layout of fragments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from texts import on_the_cpu
 from cuflash.problem.dropout import share_kept
 from cuflash.reference.dropout import is_kept
 
-# Lanes run one after the other, twice: what they send to each other in the first turn is there in the second.
+# Lanes run one after the other, twice: values that they exchange in the first pass are available in the second.
 PROGRAM = r"""
 #define __forceinline__ inline
 constexpr bool kDropout = true;
@@ -93,7 +93,7 @@ extern "C" void run(const unsigned* seed, int share, int sequence, int head, int
   else one_by_one(dropout, query, key, out);
 }
 """
-# Queries and keys of a tile, and what its first key is a multiple of.
+# Queries and keys of a tile, and the alignment of its first key.
 WAYS = [(16, 48, 16), (16, 48, 16), (16, 64, 32), (16, 64, 32), (16, 16, 16), (128, 32, 32), (32, 32, 16), (32, 16, 32),
         (16, 40, 1)]  # fmt: skip
 

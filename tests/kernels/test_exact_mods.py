@@ -1,4 +1,4 @@
-"""Masks of integers beyond int32, of float64 and of uint64 on a GPU: they show what exact numbers show."""
+"""Masks by integers beyond int32, by float64 and by uint64 on a GPU equal masks by exact numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hopper forward kernel (wgmma and TMA): every tile, mask, layout and schedule against float64."""
+"""The sm90 forward kernel (wgmma and TMA): every tile, mask, layout and schedule against float64."""
 
 from __future__ import annotations
 
@@ -116,9 +116,7 @@ def test_a_layout_changes_no_bit(cupy: Any, tile: WarpgroupTile, dtype: str) -> 
 
 
 @every_kernel
-def test_float32_out_is_what_16_bits_are_rounded_from_and_nothing_is_written_beside(
-    tile: WarpgroupTile, dtype: str
-) -> None:
+def test_float32_out_rounds_to_the_16_bit_out_and_writes_nothing_beside(tile: WarpgroupTile, dtype: str) -> None:
     case = replace(case_of(tile, dtype, tile.block_q + 5, 300, causal=True), head_dim_v=tile.head_dim_v - 8)
     arrays = case.arrays()
     narrow, lse = check(case, tile, arrays)
@@ -148,7 +146,7 @@ def test_what_tma_cannot_address_runs_on_the_generic_kernel(cupy: Any, way: str,
     target = operands.pop() if operand == 3 else None
     out, lse = run(*operands[:3], out=target, hopper=False, causal=True)
     assert_right(case, arrays, out, lse)
-    if operand < 3 and way != "odd_start":  # a plan knows neither pointers nor out
+    if operand < 3 and way != "odd_start":  # a plan depends on neither pointers nor out
         variant = cuflash.plan(*map(cupy.asarray, operands[:3]), causal=True).variant
         assert variant is not None
         assert variant.source == "sm80/forward.cu"

@@ -1,4 +1,4 @@
-"""The steps of key blocks in backward on Hopper under a mask, and their order: those with more steps come first."""
+"""Steps of key blocks in backward on Hopper under a mask, and the order of key blocks, longest first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_heads(put: Put, case: Case) -> Arguments:
 
 
 def last_launch(cupy: Any, case: Case, mod_kwargs: Arguments, deterministic: bool) -> tuple[Plan, int]:
-    """Runs backward; the result is its plan, and where its workspace was."""
+    """Runs backward; returns its plan and the address of its workspace."""
     arrays = [cupy.asarray(x) for x in case.arrays()]
     out, lse = cuflash.forward(*arrays, return_lse=True, **mod_kwargs)
     with launched(lambda kernels, pointers: (kernels.plan, pointers[-1])) as ran:
@@ -38,14 +38,14 @@ def last_launch(cupy: Any, case: Case, mod_kwargs: Arguments, deterministic: boo
 
 
 def visible_to_tiles(visible: Any, block_q: int) -> Any:
-    """Returns (batch, heads, tiles, key blocks): whether a mask tile of a tile of queries x a key block is visible."""
+    """Returns True for each (batch, head, query tile, key block) with a visible mask tile."""
     rows, columns = block_q // MASK_TILE, KEY_BLOCK // MASK_TILE
     whole = np.pad(visible, [(0, 0), (0, 0), (0, -visible.shape[2] % rows), (0, -visible.shape[3] % columns)])
     return whole.reshape(*whole.shape[:2], whole.shape[2] // rows, rows, -1, columns).any(axis=(3, 5))
 
 
 def order_of_tiles(block: int, tiles: int, block_q: int, deterministic: bool) -> list[int]:
-    """Each key block begins at a tile of its own, as if there were a diagonal; or all follow each other."""
+    """Returns the order of a key block's query tiles: from its diagonal on, or backwards if deterministic."""
     first = block * KEY_BLOCK // block_q % tiles
     return [tiles - 1 - n if deterministic else (first + n) % tiles for n in range(tiles)]
 

@@ -1,7 +1,7 @@
-"""Few queries over many keys with mods on a GPU, among whose blocks keys are shared.
+"""Few queries over many keys with mods on a GPU, where thread blocks split the keys.
 
-Rows of a block are those of several heads, each of which has functions of its own. All of it runs on Hopper's own
-kernels, where the GPU has them, and on those for any GPU.
+Rows of a thread block belong to several heads, whose mods differ. All tests run sm90 kernels, on a GPU that has them,
+and sm80 kernels.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ROWS = Sequences("rows", (1,) * 8, LENGTHS, "rectangle", "rectangle", used_k=Tru
 CACHE = replace(ROWS, name="cache", place_k="cache")
 PAGES = replace(ROWS, name="pages", place_q="packed", place_k="paged", page_size=64, bounded=True)
 PACKED = replace(PAGES, name="packed", queries=(1, 2, 0, 3, 1, 8, 1, 1), place_k="packed")
-# More rows than a warp has, of which some are not used.
+# More rows than a warp has, some unused.
 MANY_ROWS = replace(ROWS, name="many_rows", queries=(3,) * 8, heads=(16, 2), used_q=True, bounded=True,
                     spare_q=(1, 0, 2, 0, 0, 3, 1, 0))  # fmt: skip
 KINDS = [ROWS, CACHE, PAGES, PACKED, MANY_ROWS]
 
 
 def by_lengths(put: Any, case: Any) -> Any:
-    """Changes scores by the used lengths, which may be more than the keys that masks show."""
+    """Builds a score_mod of the used lengths, which may exceed the visible keys."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score * (1.0 + 0.25 * b) + (k_idx * 1.0) / (seqlen_k() + seqlen_q())
@@ -62,7 +62,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def check_all(cupy: Any, case: Sequences, make: Maker, **more: Any) -> Any:
-    """A call that shares keys out, held against float64. Returns out and lse, which are the same bits again."""
+    """Checks a call with split keys against float64, and that it repeats bit by bit. Returns out and lse."""
     inputs = varlen_arrays(case)
     with launched() as plans:
         out, lse = check_sequences(cupy, inputs, make, **more)
@@ -70,7 +70,7 @@ def check_all(cupy: Any, case: Sequences, make: Maker, **more: Any) -> Any:
         arguments = inputs.arguments(cupy)
         arrays = [arguments.pop(name) for name in "qkv"]
         plain = cuflash.plan(*arrays, **arguments, **more)
-        *before, name = names_of(plans)  # where none decodes, mask tiles are found before
+        *before, name = names_of(plans)  # without a decode kernel, mask tiles are computed first
         assert ("_decode" in name) == ("_decode" in plain.kernel)
         assert not before or "_decode" not in name
     unused = inputs.unused("q")
@@ -152,7 +152,7 @@ def drawn_arrays(*shapes: tuple[int, ...]) -> list[Any]:
 @pytest.mark.parametrize("name", ["sinks", "joined"])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_a_row_has_the_same_bits_split_or_not(cupy: Any, queries: int, name: str) -> None:
-    """Of 8 splits, all but one see pages that are not there. A call with the keys of that one alone has one split."""
+    """All but one of 8 splits have missing pages only. A call with the keys of that one split has one split."""
     num_splits, page_size, keys = 8, 64, 4096
     make = sinks_of() if name == "sinks" else joined(sinks_of(), bounded, bias_of("1hqk", "bool"))
     case = Sequences("split", (queries,) * 2, (keys,) * 2, "rectangle", "paged", page_size=page_size, used_k=True,
@@ -167,7 +167,7 @@ def test_a_row_has_the_same_bits_split_or_not(cupy: Any, queries: int, name: str
     assert bool((host(whole[1]) > -np.inf).any())
 
 
-def test_a_sink_of_minus_infinity_is_none_and_one_of_any_size_is_counted_once(cupy: Any) -> None:
+def test_a_sink_of_minus_inf_is_ignored_and_others_count_once(cupy: Any) -> None:
     for case in (ROWS, MANY_ROWS, PAGES):
         inputs = varlen_arrays(case)
         heads = case.heads[0]
@@ -212,7 +212,7 @@ def test_a_graph_reads_lengths_and_arrays_anew(cupy: Any) -> None:
         assert identical((out, lse), call())
 
 
-# A kernel that lets the next one begin, waits, and then writes numbers.
+# A kernel that lets the next kernel begin, waits, and then writes numbers.
 LATE = r"""
 extern "C" __global__ void late(float* numbers, int count, float number, long long cycles) {
 #if __CUDA_ARCH__ >= 900

@@ -1,4 +1,4 @@
-"""Mods on a GPU: what is hidden, empty or not finite, what is compiled and launched."""
+"""Mods on a GPU: hidden keys, empty axes, numbers that are not finite, and compiled and launched kernels."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from cuflash.testing.oracle import assert_units
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 
 
-# What is hidden, what is not finite, and what is not there.
+# Hidden keys, numbers that are not finite, and empty axes.
 
 
 def some(keys: Any) -> Any:
-    """Every seventh key is hidden from all, and a whole tile and more in the middle."""
+    """Returns False for every seventh key, and for more than a tile of keys in the middle."""
     return (keys % 7 != 3) & ((keys < 100) | (keys >= 260))
 
 
@@ -53,8 +53,8 @@ def by_least(put: Put, case: Case) -> Arguments:
     return {"bias": put(np.where(some(np.arange(case.seqlen_k)), 0, least).astype(np.float32)[None])}
 
 
-# Makers, visible keys, and what fills the others. why not NaN but in whole tiles: what a function hides weighs
-# 0, and 0 * NaN is NaN, in v as in the k of a score that only a bias makes small.
+# Makers, visible keys, and the content of the others. NaN only in whole hidden tiles: a pair that a mod hides has
+# weight 0, and 0 * NaN is NaN, in v as in the k of a score that only a bias lowers.
 NUMBERS, ANY = (0.0, 1e3, -1e3), (0.0, np.nan, np.inf, -np.inf)
 HIDDEN: dict[str, tuple[Any, Any, Any]] = {
     "mask": (by_mask(some), some, NUMBERS),
@@ -86,7 +86,7 @@ def test_keys_that_nobody_sees_leave_no_trace(cupy: Any, name: str, any_gpu: boo
 
 
 def test_rows_that_see_nothing_have_results_of_their_own(cupy: Any, any_gpu: bool) -> None:
-    """Striped hides all from the first rows, which hold NaN where q is multiplied by keys alone."""
+    """The mask `striped` hides all keys from the first rows, whose q holds NaN."""
     case = of_lengths((130, 150))
     q, k, v = case.arrays()
     q[:, :3] = np.nan
@@ -123,12 +123,12 @@ def test_scores_that_are_seen_and_not_finite_show(cupy: Any) -> None:
         check_forward(with_inf, case, cupy.asarray)
 
 
-# What is added to all scores of a row. Products are lost beside the larger ones, so that all keys weigh the same.
+# Numbers that are added to all scores of a row. Products vanish beside large ones, so that all weights are equal.
 SIZES = np.array([1e5, -1e6, 1e7, -1e8, 1e30], np.float32)
 
 
 def check_large(put: Put, case: Case, letters: str) -> None:
-    """Every third row has scores that are all large, beside ordinary rows, whose bits are as without them."""
+    """Checks rows with large scores only, every third one, and that they do not change the bits of other rows."""
     queries = np.arange(case.seqlen_q)
     large = queries % 3 == 1
     sizes = SIZES[queries // 3 % len(SIZES)][:, None]
@@ -149,7 +149,7 @@ def check_large(put: Put, case: Case, letters: str) -> None:
     np.testing.assert_allclose(lse[:, :, large], np.broadcast_to(expected, lse[:, :, large].shape), rtol=1e-6)
 
 
-@pytest.mark.parametrize("letters", ["qk", "q1"])  # what each score adds, and what a row knows
+@pytest.mark.parametrize("letters", ["qk", "q1"])  # a bias for each score, and one for each row
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 64), ("bfloat16", 256)])
 def test_rows_whose_scores_are_all_large(cupy: Any, dtype: str, head_dim: int, letters: str) -> None:
     case = of_lengths((200, 700), replace(CASE, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim))
@@ -161,7 +161,7 @@ def test_rows_whose_scores_are_all_large(cupy: Any, dtype: str, head_dim: int, l
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_least_scores_that_weigh_something_weigh_nothing_beside_others(cupy: Any, dtype: str) -> None:
-    """Numbers on both sides of the least score stand at the last key, whose tile is the first that kernels take."""
+    """The last key, in the first tile of kernels, has scores on both sides of the least score."""
     case = of_lengths((70, 500), replace(CASE, dtype=dtype))
     steps = np.arange(-4, 5, dtype=np.int32)
     edge = (np.array(-1e37, np.float32).view(np.int32) + steps).view(np.float32)
@@ -193,7 +193,7 @@ def test_axes_without_elements(cupy: Any, lengths: tuple[int, int]) -> None:
         assert not any(host(x).any() for x in (*gradients[:3], *gradients[3]))
 
 
-# What is compiled and launched.
+# Compiled and launched kernels.
 
 
 def test_other_arrays_of_the_same_kind_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_hopper_runs_kernels_of_its_own(cupy: Any, dtype: str) -> None:
 
 
 def test_slopes_change_in_place(cupy: Any) -> None:
-    """Arrays are read when the call runs, and by a graph when it is replayed."""
+    """Captured arrays are read when the call runs, and by a graph at each replay."""
     slopes, arrays = cupy.asarray(slopes_of(CASE)), [cupy.asarray(x) for x in CASE.arrays()]
     mod_kwargs = FUNCTIONS["alibi"](lambda _: slopes, CASE)
     del mod_kwargs["captured_grads"]

@@ -1,7 +1,7 @@
-"""Mods over variable-length sequences on a GPU: each is as it is by itself.
+"""Mods over variable-length sequences on a GPU: each sequence has the results of a call alone.
 
-`b` is the number of the sequence, places count from its own begin, and `seqlen_q()` and `seqlen_k()` are its used
-lengths, which the device alone knows.
+`b` is the index of the sequence, and `q_idx` and `k_idx` count from its begin. `seqlen_q()` and `seqlen_k()` are its
+used lengths, which only the device has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = [
     replace(PACKED, name="few", queries=(1, 2, 0, 3), keys=(900, 5, 2700, 0), heads=(8, 1), place_k="paged",
             used_k=True),
     replace(PACKED, name="wide", dims=(128, 128), dtype="bfloat16", causal=True),
-    # Lengths around the tiles of Hopper's kernels. Nobody sees the first keys, or the first queries see nothing.
+    # Lengths around the tiles of sm90 kernels. No query sees the first keys, or the first queries see no key.
     Sequences("edges", (0, 1, 127, 128, 129, 193), (129, 0, 128, 127, 1, 257), gaps=(0, 5), bounded=True, heads=(6, 2),
               causal=True),
     replace(PACKED, name="far", queries=(70, 1, 129, 64), keys=(300, 64, 400, 5), window_size=(40, -1), causal=True,
@@ -48,7 +48,7 @@ CASES = [
 
 
 def by_lengths(put: Any, case: Any) -> Any:
-    """Changes scores by the used lengths, and hides keys of the first half from the last quarter of the queries."""
+    """Builds a score_mod of the used lengths, and a mask that hides the first half of keys from the last queries."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score * (1.0 + 0.25 * b) + (k_idx * 1.0) / (seqlen_k() + 1)
@@ -62,7 +62,7 @@ def by_lengths(put: Any, case: Any) -> Any:
 MAKERS: dict[str, Maker] = {
     "places": joined(alibi, FUNCTIONS["prefix"], bias_of("bhqk"), sinks_of()),
     "lengths": by_lengths,
-    "striped": joined(FUNCTIONS["striped"], sinks_of()),  # the first queries see nothing
+    "striped": joined(FUNCTIONS["striped"], sinks_of()),  # the first queries see no key
 }
 
 
@@ -84,7 +84,7 @@ def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
     with launched() as ran:
         cuflash.forward(**arguments, **mod_kwargs)
         cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"}, **mod_kwargs)
-        # why three: blocks of 16 rows are taken for more rows only where the number of splits is left open.
+        # Three splits: blocks of 16 rows run more than 16 rows only if the number of splits is not given.
         cuflash.forward(**arguments, **mod_kwargs, num_splits=3)
     of_any, of_three = ("decode/narrow", "decode/decode") if case.name == "few" else ("forward/forward",) * 2
     for plan, op, source in zip(ran, ("forward", "lse", "forward"), (of_any, "forward/lse", of_three), strict=True):
@@ -93,7 +93,7 @@ def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
         source = "sm90/backward/backward.cu" if max(case.dims) <= 128 else "sm90/backward/backward_dq_dkv.cu"
         out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
         with launched() as ran:
-            # why deterministic: few keys of grouped wide heads are else shared out by the kernels for any GPU.
+            # Deterministic, as few keys of grouped wide heads otherwise run in sm80 kernels.
             cuflash.backward(out, out=out, lse=lse, deterministic=True, **arguments, **mod_kwargs)
         assert [each.variant.source for each in ran[0].launches if each.variant.op != "delta"] in (
             [source], [source] * 3
@@ -106,7 +106,7 @@ def test_pages_that_are_not_there_hide_their_keys(cupy: Any) -> None:
 
 
 def test_scores_that_grow_from_tile_to_tile_are_made_again(cupy: Any) -> None:
-    """Maxima rise by far more than weights have room for, so that rows are weighed once more."""
+    """Maxima rise beyond the range of weights, so that weights are recomputed."""
 
     def growing(put: Any, case: Any) -> Any:
         return {"score_mod": lambda score, b, h, q_idx, k_idx: score - 2.0 * k_idx * (b + 1)}
@@ -116,7 +116,7 @@ def test_scores_that_grow_from_tile_to_tile_are_made_again(cupy: Any) -> None:
 
 
 def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
-    """Not the same bits, for tiles differ; but the dense call's own functions know of one sequence alone."""
+    """Bits differ, as tiles differ; the dense call's mods are shifted to one sequence."""
     inputs = varlen_arrays(replace(PACKED, queries=(130, 200), keys=(200, 200)))
     bounds, arguments = bounds_case(inputs), inputs.arguments(cupy)
     mod_kwargs = without_grads(MAKERS["places"](cupy.asarray, bounds))
@@ -125,7 +125,7 @@ def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
         n = len(rows[0])
         sides = zip("qkv", (inputs.queries, inputs.keys, inputs.keys), strict=True)
         arrays = [cupy.asarray(getattr(inputs, x)[side[number]])[None] for x, side in sides]
-        # The first sequence of the dense call is that of this number.
+        # The first sequence of the dense call is sequence `number`.
         moved = {**mod_kwargs, "bias": mod_kwargs["bias"][number : number + 1, :, :n]}
         lengths = np.array([bounds.seqlen_k // (number + 2)], np.int32)
         moved["mask_mod"] = cuflash.mods.prefix_lm(cupy.asarray(lengths))
@@ -135,7 +135,7 @@ def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
 
 
 def test_lengths_that_change_on_the_device_need_nothing_new(cupy: Any) -> None:
-    """A graph that is replayed reads lengths and arrays anew."""
+    """A replayed graph reads lengths and arrays again."""
     inputs = varlen_arrays(CASES[1])
     bounds, arguments = bounds_case(inputs), inputs.arguments(cupy)
     mod_kwargs, stream = without_grads(MAKERS["places"](cupy.asarray, bounds)), cupy.cuda.Stream(non_blocking=True)
@@ -147,7 +147,7 @@ def test_lengths_that_change_on_the_device_need_nothing_new(cupy: Any) -> None:
         for name in ("seqused_q", "seqused_k"):
             arguments[name][...] = cupy.asarray(np.minimum(fewer, inputs.varlen_kwargs[name]))
         mod_kwargs["bias"] *= 0.5
-        out[...] = 0.0  # why: rows that are not used keep what an array that was given holds
+        out[...] = 0.0  # unused rows of a given array stay unchanged
         graph.launch()
         stream.synchronize()
         expected = cuflash.forward(**arguments, **mod_kwargs)

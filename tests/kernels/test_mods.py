@@ -1,6 +1,6 @@
 """Mods on a GPU: both families of kernels, against float64 and the tolerance rule.
 
-A new function, or a new tile, takes seconds to compile: each test takes few of them to many shapes.
+A new function, or a new tile, takes seconds to compile: each test runs few of them on many shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cuflash.testing.mods import check_backward, check_forward, check_repeated, 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # Around the edges of tiles of 64 and 128.
-# why not (1, 1): a bias that is broadcast along other axes is other code.
+# Not (1, 1), as a bias that is broadcast along other axes compiles other code.
 LENGTHS = ((1, 3), (63, 64), (64, 65), (127, 129), (128, 128), (129, 127), (65, 300), (300, 63), (257, 260))
 FEW_LENGTHS = ((63, 65), (300, 300))
 
@@ -53,7 +53,7 @@ def test_other_algorithms_agree_with_float64(cupy: Any, algorithm: str) -> None:
         check_forward(everything, of_lengths(lengths), cupy.asarray, algorithm=algorithm)
 
 
-# With the keywords that come before the functions and after them.
+# With keywords that apply before and after the mods.
 WINDOWED = replace(CASE, softcap=3.0, window_size=(90, 40), diagonal_offset=20)
 SHAPES = [
     replace(CASE, dtype="bfloat16", head_dim=d, head_dim_v=dv)
@@ -174,7 +174,7 @@ def test_layouts_of_q_k_and_v(cupy: Any) -> None:
     arrays = [cupy.asarray(x) for x in case.arrays()]
     expected = check_forward(everything, case, cupy.asarray)
     assert identical(forward(everything, case, cupy.asarray, [heads_first(x) for x in arrays]), expected)
-    for layout in (odd_rows, odd_start, lambda x: laid_out(x, steps=(1, -1, 1, 1))):  # what TMA cannot address
+    for layout in (odd_rows, odd_start, lambda x: laid_out(x, steps=(1, -1, 1, 1))):  # layouts that TMA cannot address
         check(OracleInputs.dense(case, case.arrays()), make_oracle_mods(everything, case),
               *forward(everything, case, cupy.asarray, [layout(x) for x in arrays]))  # fmt: skip
     one = tuple(one_head_for_all(x) for x in case.arrays())

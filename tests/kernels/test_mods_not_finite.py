@@ -26,7 +26,7 @@ def dout_of(case: Case) -> Any:
 
 
 def nan_row(*more: Any) -> Any:
-    """A NaN among the scores of one row, under a mask that hides most keys from it."""
+    """Returns the maker of a NaN among the scores of one row, under a mask that hides most keys from it."""
 
     def make(put: Put, case: Case) -> Arguments:
         bias = np.zeros((case.seqlen_q, case.seqlen_k), np.float32)
@@ -45,12 +45,12 @@ def nan_row(*more: Any) -> Any:
 def test_a_row_that_is_nan_leaves_keys_alone_that_it_does_not_see(
     cupy: Any, head_dim: int, more: tuple[Any, ...]
 ) -> None:
-    """Gradients of what sees the NaN are NaN, and those of all else are finite."""
+    """Gradients of the row and of the keys that it sees are NaN; all others are finite."""
     case = of_lengths((200, 300), dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
     visible, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
     hidden = ~np.isin(np.arange(case.seqlen_k), visible)
     there, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], without_grads(nan_row(*more)(cupy.asarray, case))
-    with for_any_gpu():  # why not Hopper's: README's limits
+    with for_any_gpu():  # not sm90 kernels: a documented limit
         out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
         assert np.isnan(host(lse)[:, :, ROW]).all()
         for deterministic in (False, True):
@@ -66,7 +66,7 @@ def test_a_row_that_is_nan_leaves_keys_alone_that_it_does_not_see(
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> None:
-    """A function may make any score of a product of -inf: forward and backward ask it in the same way."""
+    """A score_mod may map a product of -inf to any score, in forward and backward alike."""
     case = of_lengths((200, 200), dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True)
     q, k, v = case.arrays()
     q[..., 0] = k[..., 0] = 0
@@ -78,7 +78,7 @@ def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> 
         return np.where(score < -1000.0, 2.0, score)
 
     keywords = {"score_mod": score_mod, "causal": True}
-    with for_any_gpu():  # why not Hopper's: README's limits
+    with for_any_gpu():  # not sm90 kernels: a documented limit
         out, lse = cuflash.forward(*there, return_lse=True, **keywords)
         dv = cuflash.backward(cupy.asarray(dout), *there, out, lse, **keywords)[2]
     inputs, oracle_mods = OracleInputs.dense(case, (q, k, v)), OracleMods.from_kwargs({"score_mod": score_mod})
@@ -88,7 +88,7 @@ def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_functions_may_be_nan_where_keys_are_hidden(cupy: Any, head_dim: int) -> None:
-    """They are NaN for the keys that the causal mask hides."""
+    """The score_mods are NaN for the keys that the causal mask hides."""
     case = of_lengths((200, 200), dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True)
 
     def bounded(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -106,9 +106,9 @@ def test_functions_may_be_nan_where_keys_are_hidden(cupy: Any, head_dim: int) ->
 
 
 def test_sinks_that_are_not_finite(cupy: Any, any_gpu: bool) -> None:
-    """Results are those of NumPy arrays; the first rows of striped see nothing but the sink."""
+    """Results equal NumPy's; the first rows of `striped` see only the sink."""
     case = of_lengths((130, 150))
-    # why no NaN on Hopper: README's limits.
+    # No NaN with sm90 kernels: a documented limit.
     sinks = np.array([np.inf, -np.inf, np.nan if any_gpu else 0.25, 0.5], np.float32)
     results = []
     for put in (np.asarray, cupy.asarray):

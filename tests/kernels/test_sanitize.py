@@ -1,4 +1,4 @@
-"""What `.ci/gpu sanitize` runs, as a stand-in for a GPU plans it: the kernels themselves need one."""
+"""Kernels of `.ci/gpu sanitize`, as planned for a stand-in for a GPU: running them needs one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ need_checkout(".ci")
 pytest.importorskip("cupy")
 
 
-def test_the_sanitizer_reaches_every_tile_and_every_kernel_for_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sanitizer_reaches_every_tile_and_every_varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "query", lambda ordinal: DEVICES["sm_90"])
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     sanitize = import_module("sanitize")
@@ -29,7 +29,7 @@ def test_the_sanitizer_reaches_every_tile_and_every_kernel_for_several_lengths(m
     assert mod_sources >= {f"sm80/{name}.cu" for name in ("forward", "lse", "backward", "backward_dq")}
     assert "portable/delta.cu" in mod_sources
     assert sanitize.unreached([x for x in launched if not x.is_varlen])
-    # In every tile of Hopper's forward there are calls whose scores are so large that rows leave the main loop.
+    # Every tile of sm90 forward has calls with scores so large that rows leave the main loop.
     large = import_module("sanitize_cases").LARGE
     tiles: dict[bool, set[object]] = {False: set(), True: set()}  # by whether scores are large
     for (_, case, _), kernels in sanitize.work().items():

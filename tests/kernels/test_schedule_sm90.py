@@ -1,4 +1,4 @@
-"""Blocks of the Hopper kernels that take many tiles one after the other: which, in what order, beside what."""
+"""Persistent thread blocks of sm90 kernels: many work tiles in turn, in any order, beside other work."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def test_more_tiles_than_multiprocessors(tile: WarpgroupTile, dtype: str, mask: 
     case = case_of(tile, dtype, tile.block_q + 30, 2 * tile.block_k - 5, heads=(24, 6), batch=6, **MASKS[mask])
     arrays = case.arrays()
     first = check(case, tile, arrays)
-    for _ in range(3):  # the counter of tiles is as it was
+    for _ in range(3):  # the counter of tiles is zero again
         for got, expected in zip(run(*arrays, tile=tile, **case.arguments()), first, strict=True):
             assert_same(got, expected)
 
 
 @every_tile
 def test_many_query_blocks_of_one_key_each(cupy: Any, tile: WarpgroupTile) -> None:
-    """More of them than a block describes at a time; a row is v, and its lse the score."""
-    # 18 a block, of 132 blocks
+    """More query blocks than a thread block has work slots; a row of out is v, and its lse is the score."""
+    # 18 for each of 132 thread blocks.
     shapes = case_of(tile, "float16", 18 * tile.block_q, 1, heads=(44, 11), batch=3).shapes()
     q, k, v = (cupy.random.standard_normal(shape, "f4").astype("f2") for shape in shapes)
     out, lse = run(q, k, v, tile=tile)
@@ -48,7 +48,7 @@ def test_many_query_blocks_of_one_key_each(cupy: Any, tile: WarpgroupTile) -> No
 def test_windows_that_warpgroups_see_different_key_tiles_of(
     cupy: Any, tile: WarpgroupTile, dtype: str, half_tiles: int
 ) -> None:
-    # 80 of the same problem, 5 tiles each, of all lengths and masked at one end, the other or both.
+    # 80 query blocks of one problem, 5 key tiles each, of all lengths, masked at one end, the other or both.
     for beyond in (-1, 20):
         window = half_tiles * tile.block_k // 2 + beyond
         mask: dict[str, Any] = {"causal": True, "window_size": (window, -1)}

@@ -1,6 +1,6 @@
-"""Gradients on a GPU against slopes of the GPU's own forward, in float32, and their bits over a thousand repeats.
+"""Gradients on a GPU against slopes of the GPU's forward, in float32, and their bits over a thousand repeats.
 
-A slope is taken along a random direction in all elements of an array at once, by differences of the fourth order.
+A slope is taken along a random direction of all elements of an array, by differences of the fourth order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def normal(*shape: int) -> Any:
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
-# Of a name: arrays whose gradients are taken, and the keywords of a call that are made of them.
+# By name: arrays with gradients, and a function that returns the keywords of a call with them.
 CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "captured": (
         (normal(HEADS), normal(HEADS, 9)),
@@ -52,7 +52,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 def operands(put: Any) -> tuple[Any, ...]:
-    """q, k, v, dout, and the weight of each lse in the loss."""
+    """Returns q, k, v, dout, and the weight of each lse in the loss."""
     shapes = [(BATCH, n, h, DIM) for n, h in ((ROWS, HEADS), (KEYS, HEADS_KV), (KEYS, HEADS_KV), (ROWS, HEADS))]
     random = np.random.default_rng(3)
     arrays = [random.standard_normal(shape).astype(np.float32) for shape in (*shapes, (BATCH, HEADS, ROWS))]
@@ -60,7 +60,7 @@ def operands(put: Any) -> tuple[Any, ...]:
 
 
 def backward_of(cupy: Any, call: dict[str, Any], **more: Any) -> Any:
-    """A call of backward, after its forward."""
+    """Returns a call of backward, after running its forward."""
     q, k, v, dout, dlse = operands(cupy.asarray)
     out, lse = cuflash.forward(q, k, v, return_lse=True, **call)
     return partial(cuflash.backward, dout, q, k, v, out, lse, dlse=dlse, **more, **call)

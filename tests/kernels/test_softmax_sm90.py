@@ -1,4 +1,4 @@
-"""The Hopper kernel's stale maximum under hostile scores and values, and what a row's result may depend on: itself."""
+"""The stale maximum of sm90 forward under hostile scores and values, and independence of rows."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ LN2 = math.log(2.0)
 
 
 def steered(case: Case, slopes: Any, heights: Any, noise: float = 0.25) -> Arrays:
-    """q, k and v with scores `slopes[row] * heights[key]` and some noise; softmax_scale is to be 1.
+    """Returns q, k and v with scores `slopes[row] * heights[key]` plus noise, for a softmax_scale of 1.
 
-    The last column steers, so that products which round like large numbers are added last.
+    The last column has the slopes and heights, so that products which round like large numbers are added last.
     """
     q, k, v = (x.astype("f4") for x in case.arrays())
     q, k = noise * q, noise * k
@@ -46,7 +46,7 @@ def steered(case: Case, slopes: Any, heights: Any, noise: float = 0.25) -> Array
 
 
 def check_steered(case: Case, tile: WarpgroupTile, arrays: Arrays, ulps: float) -> None:
-    # why wide: large scores rounded to 16 bits are no yardstick.
+    # Compared in float32, as large scores rounded to 16 bits are no yardstick.
     out, _ = check(case, tile, arrays, wide=True, ulps=ulps)
     assert np.isfinite(host(out).astype("f8")).all()
 
@@ -95,7 +95,7 @@ LEVELS = {
 @every_kernel
 @pytest.mark.parametrize("levels", LEVELS)
 def test_a_maximum_that_rises_by_any_number_of_bits(tile: WarpgroupTile, dtype: str, levels: str) -> None:
-    # Row by row 0 to 40 bits for a level, in no order; tiles are taken from the last key on.
+    # 0 to 40 bits a level, by row in random order; tiles run from the last key on.
     slopes = np.random.default_rng(2).permutation(160) / 4
     windowed, early = {"window_size": (3 * tile.block_k, -1)}, {"causal": True, "diagonal_offset": -9}
     for mask in ({}, {"causal": True}, windowed, early):
@@ -106,7 +106,7 @@ def test_a_maximum_that_rises_by_any_number_of_bits(tile: WarpgroupTile, dtype: 
 
 @every_kernel
 def test_the_mean_of_20000_equal_scores(tile: WarpgroupTile, dtype: str) -> None:
-    # All keys but those of the last tile weigh the same: 0 to 32 bits more.
+    # Keys before the last tile have equal weights, larger by 0 to 32 bits.
     case = case_of(tile, dtype, 128, 20011, heads=(1, 1), batch=1, softmax_scale=1.0)
     heights = np.where(np.arange(20011) < 20011 - 100, LN2, 0.0)
     check_steered(case, tile, steered(case, np.arange(128) / 4, heights, noise=0.0), ulps=2)
@@ -123,7 +123,7 @@ def test_where_one_key_outweighs_others_its_weight_is_exact(
     q = (size * q.astype("f4")).astype(q.dtype)
     out, _ = run(q, k, v, tile=tile, **case.arguments())
     exact, _ = oracle.attention64(case, q, k, v)
-    with_maximum = np.empty_like(exact)  # each weight is rounded as one to the row's maximum is
+    with_maximum = np.empty_like(exact)  # weights rounded relative to the row's true maximum
     for head in range(2):
         scores = q[0, :, head].astype("f8") @ k[0, :, 0].astype("f8").T / case.head_dim**0.5
         scores[~case.problem().mask.visible(np.arange(512), np.arange(4096))] = -np.inf
@@ -135,7 +135,7 @@ def test_where_one_key_outweighs_others_its_weight_is_exact(
 
 
 @every_kernel
-@pytest.mark.parametrize("strength", [3, 50])  # times a key: its weight is scaled down, or all are made again
+@pytest.mark.parametrize("strength", [3, 50])  # factor of a key: its weight is scaled down, or all are recomputed
 @pytest.mark.parametrize("mask", ["full", "causal", "softcap_full"])
 def test_a_row_with_an_outlier_leaves_its_neighbours_alone(
     tile: WarpgroupTile, dtype: str, mask: str, strength: int
@@ -165,13 +165,13 @@ def test_infinite_scores(tile: WarpgroupTile, dtype: str, causal: bool) -> None:
     sign = np.where(np.arange(150) % 2, -1, 1).astype(q.dtype)[:, None]
     q[..., 0] = sign * np.abs(q[..., 0])
     k[..., 1] = np.abs(k[..., 1])
-    # Even rows have -inf there, of the tiles taken first all keys; odd rows have +inf, which makes them NaN.
+    # Even rows have -inf there, for all keys of the first tiles; odd rows have +inf, which makes them NaN.
     k[:, [0, 77], :, 0] = k[:, -2 * tile.block_k :, :, 0] = -np.inf
     q[:, 20, :, 1] = np.inf  # +inf wherever it is not inf - inf
     k[:, 5, :, 2] = 0.0
     q[:, 40, :, 2] = np.inf  # +inf, -inf and one NaN
     check(case, tile, arrays, wide=True, ulps=4)
-    # Scores of -inf alone weigh nothing, like keys that are not seen.
+    # Scores of -inf have weight 0, like hidden keys.
     k[..., 0] = -np.inf
     out, lse = map(host, run(*arrays, tile=tile, **case.arguments()))
     plain = [row for row in range(0, 150, 2) if row not in (20, 40)]
@@ -204,7 +204,7 @@ def test_nan_comes_out_in_the_rows_that_see_it_alone(tile: WarpgroupTile, dtype:
             soiled[operand][:, index, :, 3] = np.nan
             rows = np.arange(first, first + 1 if operand == 0 else case.seqlen_q)
             if operand == 0 and key < 11:
-                rows = rows[:0]  # it sees nothing
+                rows = rows[:0]  # it sees no key
             out, lse = run(*soiled, tile=tile, **case.arguments())
             assert np.isnan(host(out)[:, rows].astype("f4")).all()
             assert np.isnan(host(lse)[:, :, rows]).all()
@@ -217,7 +217,7 @@ def test_nan_in_v_stays_near_and_comes_out_alike_in_each_run(
     tile: WarpgroupTile, dtype: str, window: tuple[int, int]
 ) -> None:
     seqlen, keys = 2500, [0, 200, 777, 1490]
-    # why so many blocks of queries: which of them a thread block takes after which differs between runs.
+    # Many query blocks, so that their order within a thread block differs between runs.
     case = case_of(tile, dtype, seqlen, seqlen, batch=4, heads=(8, 8), window_size=window)
     q, k, v = case.arrays()
     calm = run(q, k, v, tile=tile, **case.arguments())
@@ -247,7 +247,7 @@ def test_what_nobody_sees_changes_no_bit(tile: WarpgroupTile, dtype: str, poison
     assert (begin, end) == (280, 380)
     for hidden in (np.s_[:, :begin], np.s_[:, end:]):
         k[hidden] = v[hidden] = poison
-    # Before and after every row, head and batch element there is NaN, too.
+    # NaN also surrounds every row, head and batch element.
     soiled = run(*(padded(x, poison) for x in (q, k, v)), tile=tile, **case.arguments())
     for got, expected in zip(soiled, clean, strict=True):
         assert_same(got, expected)
@@ -312,7 +312,7 @@ def test_more_than_2_31_elements(cupy: Any, axis: int, step: int, dtype: str) ->
     memory, views = cupy.empty((length, step), numpy_dtype(dtype)), []
     arrays = case.arrays()
     for n, array in enumerate((*arrays, np.full(arrays[0].shape, np.nan, arrays[0].dtype))):
-        # The axis is strided by `step`, what is left is dense; the four operands lie side by side.
+        # The axis is strided by `step`, other axes are dense, and the four operands are interleaved.
         moved = np.moveaxis(array, axis, 0)
         flat = np.ascontiguousarray(moved).reshape(length, -1)
         part = memory[:, n * flat.shape[1] : (n + 1) * flat.shape[1]]
