@@ -1,4 +1,4 @@
-"""The examples of docstrings, run as they stand."""
+"""Runs the examples of docstrings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def run_examples(function: Any, **names: Any) -> None:
-    """Runs the examples of a function's docstring, of which there is one at least. given: the names that they know."""
+    """Runs the examples of a function's docstring, which has at least one. names: globals of the examples."""
     (test,) = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs=names)
     assert test.examples, f"{function.__name__} has no example"
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What stands in for the CUDA driver, the GPU and its arrays in tests that need no GPU."""
+"""Stand-ins for the CUDA driver, the GPU and its arrays in tests that need no GPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cuflash.runtime import call, device_memory, structs, tensor_map
 
 
 class FakeDriver:
-    """In place of the driver's functions for tensor maps: what they were called with, and where to."""
+    """A stand-in for the driver's functions for tensor maps that records their arguments and addresses."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, tuple[Any, ...]]] = []
         self.argtypes: dict[str, tuple[type, ...]] = {}
         self.result = 0
         self.records = True
-        self.writes = False  # whether a moved map has its address as its first word
+        self.writes = False  # True to write the address as the first word of a map whose address is replaced
 
     def function(self, name: str, *argtypes: type) -> Callable[..., int]:
         self.argtypes[name] = argtypes
@@ -43,14 +43,14 @@ class FakeDriver:
 
     @staticmethod
     def read(dtype: int, rank: int, pointer: int, *more: Any) -> tuple[Any, ...]:
-        """What a map is encoded of, with the lengths, strides, box and steps in place of their addresses."""
+        """Returns the arguments of an encoded map, with lengths, strides, box and steps in place of their addresses."""
         kinds = ctypes.c_uint64 * rank, ctypes.c_uint64 * (rank - 1), ctypes.c_uint32 * rank, ctypes.c_uint32 * rank
         arrays = (tuple(kind.from_address(address)) for kind, address in zip(kinds, more, strict=False))
         return dtype, rank, pointer, *arrays, *more[len(kinds) :]
 
     @classmethod
     def install(cls, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-        """One that is asked in place of the driver during a test, and for every map again."""
+        """Returns a stand-in that replaces the driver during a test, with an empty cache of maps."""
         driver = cls()
         monkeypatch.setattr(tensor_map, "function", driver.function)
         monkeypatch.setattr(structs, "encoded", functools.lru_cache(1024)(tensor_map.encoded.__wrapped__))
@@ -65,7 +65,7 @@ class Gpus:
         self.driver.writes = True
         self.launched: list[tuple[int, bytes]] = []
         self.records = True
-        self.blocks: dict[int, int] = {}  # bytes of a struct by its address
+        self.blocks: dict[int, int] = {}  # size of a struct in bytes by its address
         monkeypatch.setattr(call, "current_device", lambda: self.current)
         monkeypatch.setattr(call, "on_device", self.on_device)
         monkeypatch.setattr(call, "launches_early", lambda: False)
@@ -103,7 +103,7 @@ class Gpus:
             self.launched.append((stream.ptr, ctypes.string_at(address, self.blocks[address])))
 
     def quiet(self) -> None:
-        """Records nothing any more."""
+        """Stops recording."""
         self.records = self.driver.records = False
 
 
@@ -117,13 +117,13 @@ class Array(NamedTuple):
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], pointer: int, dtype: str = "bfloat16", rows: int = 0) -> Array:
-        """A dense array, or the first rows of one that has `rows` of them."""
+        """Returns a dense array, or the first rows of one with `rows` rows."""
         whole = (shape[0], rows, *shape[2:]) if rows else shape
         return cls(shape, packed_strides(whole), dtype, pointer)
 
 
 class Recorded(GpuLibrary):
-    """The library of `Array`; what it makes stands where it was before, as with a caching allocator."""
+    """The library of `Array`; new arrays have the address of earlier ones, as with a caching allocator."""
 
     name = "recorded"
     current_stream = 7

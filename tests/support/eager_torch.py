@@ -1,4 +1,4 @@
-"""Attention as a program of PyTorch writes it, with all scores in memory, in float64 on the CPU, and with gradients."""
+"""Eager attention in PyTorch, with all scores in memory, in float64 on the CPU, and with gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def eager(
     q: Any, k: Any, v: Any, *, causal: bool = False, diagonal_offset: int | None = None, score_mod: Any = None,
     mask_mod: Any = None, bias: Any = None, sinks: Any = None, dropout_p: float = 0.0, dropout_seed: int = 0,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(out, lse) of (batch, seqlen, heads, head_dim), whose functions take whole tensors of indices."""
+    """Returns (out, lse) of (batch, seqlen, heads, head_dim); mods take whole tensors of indices."""
     q, k, v = (x.cpu().double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -42,7 +42,7 @@ def eager(
 
 
 def assert_close(result: Any, expected: Any, tolerance: float | None = None) -> None:
-    """Tensors, or tuples of them, are equal but for rounding: that of float64 on the CPU, of float32 on a GPU."""
+    """Checks that tensors, or tuples of them, are equal up to rounding: of float64 on the CPU, of float32 on a GPU."""
     result, expected = ([x] if torch.is_tensor(x) else x for x in (result, expected))
     for x, y in zip(result, expected, strict=True):
         assert x.shape == y.shape

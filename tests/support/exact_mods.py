@@ -1,4 +1,4 @@
-"""Masks of integers and floats beyond int32 and float32, in tests: what they show, from Python's exact numbers."""
+"""Masks by integers and floats beyond int32 and float32, and their exact values from Python's numbers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MASKS: dict[str, Callable[..., Any]] = {
 
 
 class _Exact:
-    """An array whose elements are Python's numbers. An index outside of it reads its nearest element."""
+    """An array of Python's numbers. An index past its end reads the last element."""
 
     def __init__(self, array: Any) -> None:
         self.elements = array.tolist()
@@ -66,12 +66,12 @@ class _Exact:
 
 
 def with_arrays(function: Callable[..., Any], put: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The same function, which refers to what `put` makes of each array."""
+    """Returns the function with `put(array)` in place of each array that it refers to."""
     names = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in globals().items()}
     return type(function)(function.__code__, names)  # type: ignore[call-arg]
 
 
 def exact(function: Callable[..., Any]) -> Any:
-    """What a mask shows, (ROWS, ROWS), from Python's numbers."""
+    """Returns the values of a mask, (ROWS, ROWS), from Python's numbers."""
     plain = with_arrays(function, _Exact)
     return np.array([[bool(plain(0, 0, i, j)) for j in range(ROWS)] for i in range(ROWS)])

@@ -15,7 +15,7 @@ from cuflash.reference.evaluate import evaluate
 B, H, Q, K = (variable(name) for name in ("b", "h", "q_idx", "k_idx"))
 SCORE = variable("score")
 LENGTH = 60  # of queries and of keys
-# The captured arrays, by the number of their loads.
+# The captured arrays, by the index in loads.
 FLOATS, INTEGERS = 0, 1
 ARRAYS: tuple[Any, ...] = (
     np.linspace(-1.0, 1.0, 5).astype(np.float32),
@@ -28,31 +28,31 @@ def number(value: float) -> Node:
 
 
 def of_floats(index: Node) -> Node:
-    """An element of the table of floats."""
+    """Returns an element of the table of floats."""
     return load(FLOATS, Type.FLOAT32, [index])
 
 
 def of_integers(row: Node, column: Node) -> Node:
-    """An element of the table of integers."""
+    """Returns an element of the table of integers."""
     return load(INTEGERS, Type.INT32, [row, column])
 
 
 def points(count: int = 40) -> dict[str, Any]:
-    """Inputs of so many random points; their score is float64."""
+    """Returns the inputs of `count` random points, with scores in float64."""
     rng = np.random.default_rng(0)
     most = {"b": 2, "h": 4, "q_idx": LENGTH, "k_idx": LENGTH, "seqlen_q": LENGTH, "seqlen_k": LENGTH}
     return {name: rng.integers(0, end, count) for name, end in most.items()} | {"score": rng.standard_normal(count)}
 
 
 def grid() -> dict[str, Any]:
-    """Inputs of all points of two sequences, in the order b, q_idx, k_idx; h is 1."""
+    """Returns the inputs of all points of two sequences, in the order b, q_idx, k_idx; h is 1."""
     rows, keys = np.arange(LENGTH)[:, None], np.arange(LENGTH)
     lengths = {"seqlen_q": LENGTH, "seqlen_k": LENGTH}
     return {"b": np.arange(2)[:, None, None], "h": 1, "q_idx": rows, "k_idx": keys} | lengths
 
 
 def values(root: Node, inputs: dict[str, Any], arrays: tuple[Any, ...] = ARRAYS) -> Any:
-    """The values of a node, one for each point, computed in float64."""
+    """Returns the values of a node, one for each point, in float64."""
     shape = np.broadcast_shapes(*(np.shape(each) for each in inputs.values()))
     return np.broadcast_to(evaluate([root], inputs, arrays, np.float64)[0], shape)
 
@@ -62,12 +62,12 @@ def op(name: str, *arguments: Node | float) -> Node:
 
 
 def _many(one: dict[str, tuple[float, ...]], two: tuple[str, ...], below: st.SearchStrategy[Node]) -> Any:
-    """Operations of one node and a number of those given, and operations of two nodes."""
+    """Returns a strategy of operations on a node and one of the given numbers, and on two nodes."""
     with_numbers = [st.builds(op, st.just(name), below, st.sampled_from(numbers)) for name, numbers in one.items()]
     return st.one_of(*with_numbers, st.builds(op, st.sampled_from(two), below, below))
 
 
-# What an integer is combined with. Both are small, so that sums do not wrap.
+# Numbers that an integer is combined with. All are small, so that sums do not wrap.
 _INTEGER_NUMBERS: dict[str, tuple[float, ...]] = {
     "multiply": (3, -2),
     "floor_divide": (4, -3),
@@ -92,13 +92,13 @@ def _more_integers(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
 
 
 def integers() -> st.SearchStrategy[Node]:
-    """Integer nodes."""
+    """Returns a strategy of integer nodes."""
     leaves = st.sampled_from([B, H, Q, K, Q, K, number(3), number(-2), number(7)])
     return st.recursive(leaves, _more_integers, max_leaves=8)
 
 
 def conditions() -> st.SearchStrategy[Node]:
-    """Bool nodes, of integers."""
+    """Returns a strategy of bool nodes that compare integers."""
     names = st.sampled_from(["less", "less_equal", "equal", "not_equal"])
     return st.recursive(
         st.builds(op, names, integers(), integers()),
@@ -112,7 +112,7 @@ def conditions() -> st.SearchStrategy[Node]:
 
 
 def _positive(x: Node) -> Node:
-    """A node between 1/2 and 5/2, so that roots and logarithms of it are finite."""
+    """Returns a node between 1/2 and 5/2, whose root and logarithm are finite."""
     return op("add", op("tanh", x), 1.5)
 
 
@@ -143,7 +143,7 @@ def _more_rough_floats(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node
 
 
 def floats(smooth: bool = False) -> st.SearchStrategy[Node]:
-    """Float nodes; of smooth ones, every derivative is that of a function without corners and jumps."""
+    """Returns a strategy of float nodes. smooth: True for functions without corners and jumps."""
     constants = st.sampled_from([SCORE, SCORE, number(0.5), number(-1.25), of_floats(H), of_floats(op("add", Q, K))])
     leaves = st.one_of(constants, integers().map(lambda x: op("sin", op("multiply", x, 0.125))))
     return st.recursive(leaves, _more_floats if smooth else _more_rough_floats, max_leaves=8)

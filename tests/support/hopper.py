@@ -1,4 +1,4 @@
-"""The Hopper forward kernel in tests: its tiles one by one, a call that must run on it, and its check."""
+"""The sm90 forward kernel in tests: single tiles, calls that must run on it, and their check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _is_hopper() -> bool:
 
 
 ON_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of sm_90")]
-ROWS = [row for row in TILES if row.softcap is not True]  # a row for capped scores goes with that for the others
+ROWS = [row for row in TILES if row.softcap is not True]  # `alone` adds the row for softcap
 every_tile = pytest.mark.parametrize("tile", ROWS, ids=lambda t: f"d{t.head_dim}x{t.head_dim_v}q{t.block_q}")
 every_dtype = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
@@ -43,12 +43,12 @@ def every_kernel(test: Any) -> Any:
 
 
 def only(tile: WarpgroupTile | None) -> AbstractContextManager[None]:
-    """Plans know of this Hopper tile alone, so that short problems meet it, too; None leaves them as they are."""
+    """Returns a context in which plans have only this sm90 tile, also for short problems; None changes nothing."""
     return planned_with(tiles_sm90, TILES=alone(tile)) if tile else nullcontext()
 
 
 def alone(tile: WarpgroupTile) -> tuple[WarpgroupTile, ...]:
-    """This tile and the one of its head dims for capped scores, for any number of keys."""
+    """Returns this tile and the tile of its head dims for softcap, for any number of keys."""
     dims = tile.head_dim, tile.head_dim_v
     rows = [row for row in TILES if row == tile or (row.softcap and (row.head_dim, row.head_dim_v) == dims)]
     return tuple(replace(row, max_keys=None) for row in rows)
@@ -56,20 +56,20 @@ def alone(tile: WarpgroupTile) -> tuple[WarpgroupTile, ...]:
 
 @contextmanager
 def one_call(hopper: bool) -> Iterator[None]:
-    """What runs meanwhile is one call, by the kernels that are expected: Hopper's or not."""
+    """Checks that exactly one call runs inside, with an sm90 kernel if `hopper`, else without."""
     with launched() as ran:
         yield
     assert [plan.variant.of_warpgroups for plan in ran] == [hopper]
 
 
 def run(*arrays: Any, tile: WarpgroupTile | None = None, hopper: bool = True, out: Any = None, **more: Any) -> Any:
-    """`(out, lse)` of NumPy or CuPy arrays, written over NaN by the kernel that is expected: the Hopper one or not."""
+    """Returns `(out, lse)` of NumPy or CuPy arrays, written over NaN by an sm90 kernel if `hopper`, else by another."""
     import cupy
 
     q, k, v = map(cupy.asarray, arrays)
     if out is None:
         out = cupy.full((*q.shape[:-1], v.shape[-1]), cupy.nan, more.get("out_dtype") or q.dtype)
-    # why: these tests are of forward.cu, which leaves few queries over many keys to decode.cu.
+    # Tests of forward.cu: GAIN keeps few queries over many keys from decode.cu.
     with only(tile), planned_with(decoding, GAIN=math.inf), one_call(hopper):
         if hopper:
             variant = cuflash.plan(q, k, v, **more).variant
@@ -84,7 +84,7 @@ def run(*arrays: Any, tile: WarpgroupTile | None = None, hopper: bool = True, ou
 
 
 def assert_same(one: Any, other: Any, where: Any = np.s_[:]) -> None:
-    """Bitwise, in these places."""
+    """Checks that two arrays are equal bit by bit at these indices."""
     a, b = (np.ascontiguousarray(host(x)[where]) for x in (one, other))
     assert a.shape == b.shape
     differ = np.argwhere(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
@@ -94,7 +94,7 @@ def assert_same(one: Any, other: Any, where: Any = np.s_[:]) -> None:
 def assert_right(
     case: Case, arrays: Arrays, out: Any, lse: Any, *, rows: Any = None, wide: bool = False, ulps: float = 1.0
 ) -> None:
-    """The tolerance rule against float64, of all rows or some; wide: the yardstick is float32, not 16 bits."""
+    """Checks the tolerance rule against float64, for all rows or some. wide: the naive computation is in float32."""
     naive_case = replace(case, dtype="float32") if wide else case
     small = tuple(x.astype("f4") for x in arrays) if wide else arrays
     with np.errstate(all="ignore"):
@@ -103,18 +103,18 @@ def assert_right(
         norms = [np.linalg.norm(x.astype("f8"), axis=3) for x in arrays[:2]]
     largest = [float(norm[np.isfinite(norm)].max(initial=0.0)) for norm in norms]
     index = slice(None) if rows is None else rows
-    # lse errs by units of the products that scores are sums of, whatever they come to: tensor cores truncate what they
-    # add up, once in every 16 columns.
+    # lse errs by units of the products that scores are sums of, whatever their sum: tensor cores truncate sums once in
+    # every 16 columns.
     lse_ulps = max(4.0, case.head_dim / 16)
     unit = 1.0 + case.problem().softmax_scale * largest[0] * largest[1]
-    # Below the smallest normal number of float16 a unit in the last place does not shrink any more.
+    # Below the smallest normal number of float16, a unit in the last place is constant.
     least = 2.0**-14 if case.dtype == "float16" else 0.0
     oracle.assert_close("out", host(out)[:, index], exact, naive, ulps=ulps, unit=least)
     oracle.assert_close("lse", host(lse)[:, :, index], exact_lse, naive_lse, ulps=lse_ulps, unit=unit)
 
 
 def check(case: Case, tile: WarpgroupTile | None = None, arrays: Arrays | None = None, **rule: Any) -> tuple[Any, Any]:
-    """`run` of a case, perhaps with other arrays, held against float64; rule: as `assert_right` has it."""
+    """Runs a case, perhaps with other arrays, and checks it against float64. rule: arguments of `assert_right`."""
     arrays = arrays or case.arrays()
     out, lse = run(*arrays, tile=tile, **case.arguments())
     assert_right(case, arrays, out, lse, **rule)
@@ -122,7 +122,7 @@ def check(case: Case, tile: WarpgroupTile | None = None, arrays: Arrays | None =
 
 
 def some(kind: str | None, case: Case, arrays: Arrays, rows: list[int]) -> tuple[Any, Any]:
-    """The oracle's `(out, lse)` of some rows, each a problem of its own with the keys that it sees."""
+    """Returns the oracle's `(out, lse)` of some rows, each computed as a problem with the keys that it sees."""
     results = []
     for row in rows:
         begin, end = case.problem().mask.key_range(row, row + 1)
@@ -135,7 +135,7 @@ def some(kind: str | None, case: Case, arrays: Arrays, rows: list[int]) -> tuple
 
 
 def case_of(tile: WarpgroupTile, dtype: str, seqlen_q: int, seqlen_k: int, **more: Any) -> Case:
-    """A problem with the head dims of a tile."""
+    """Returns a problem with the head dims of a tile."""
     heads, batch = more.pop("heads", (8, 2)), more.pop("batch", 2)
     return Case("", batch, seqlen_q, seqlen_k, *heads, tile.head_dim, tile.head_dim_v, dtype, **more)
 
@@ -161,7 +161,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def padded(array: Any, fill: float = math.nan) -> Any:
-    """In the middle of a larger CuPy array; 16-byte aligned, as TMA needs it."""
+    """Returns a copy inside a larger CuPy array, 16-byte aligned as TMA needs it."""
     import cupy
 
     return laid_out(cupy.asarray(array), before=(0, 3, 1, 8), after=(1, 2, 1, 16 + -array.shape[3] % 8), fill=fill)

@@ -1,4 +1,4 @@
-"""Calls on host arrays whose integers are not checked: they are clamped, as those of a device."""
+"""Calls on host arrays with unchecked integers, which are clamped as on a device."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from cuflash.runtime import cpu
 
 
 def without_check_of_integers() -> AbstractContextManager[Any]:
-    """Leaves lengths and places of the host unchecked."""
+    """Returns a context in which lengths and indices in host memory are not checked."""
     return mock.patch.object(cpu, "check_integers")

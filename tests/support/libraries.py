@@ -1,4 +1,4 @@
-"""Arrays of every library in tests: how they are made, how they come back to NumPy, and when two are the same bits."""
+"""Arrays of every library in tests: creation, conversion to NumPy, and comparison bit by bit."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from cuflash.testing.oracle import Array
 
 
 def bits(array: Any) -> Any:
-    """The bytes of a CuPy array, for comparisons in which NaN equals itself."""
+    """Returns the bytes of a CuPy array, for comparisons in which NaN equals itself."""
     return array.ravel().view("uint8")
 
 
 def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A CuPy array of NaN: what is not written shows."""
+    """Returns a CuPy array of NaN, in which unwritten elements show."""
     import cupy
 
     return cupy.full(shape, cupy.nan, dtype)
 
 
 def recorded(stream: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
-    """A CUDA graph of a call, and what the call returned when it was recorded: its third time on this stream."""
+    """Returns a CUDA graph of a call, and the results of the captured call, its third on this stream."""
     for _ in range(2):
         call()
     stream.begin_capture()
@@ -42,7 +42,7 @@ def recorded(stream: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def memory_of_nan(*libraries: type[GpuLibrary]) -> Iterator[None]:
-    """Inside, what calls allocate for arrays of these libraries holds NaN: outputs, workspaces and the shared one."""
+    """Fills memory that calls of these libraries allocate inside with NaN: outputs and workspaces, also shared ones."""
 
     def fill(address: int, size: int, stream: int) -> None:
         from cupy.cuda import runtime
@@ -75,16 +75,16 @@ def memory_of_nan(*libraries: type[GpuLibrary]) -> Iterator[None]:
             patch.setattr(library, "allocator", filling(library.allocator))
         patch.setattr(device_memory, "scratch", shared)
         try:
-            CALL_CACHE.clear()  # why: calls that were made before keep what allocates for them
+            CALL_CACHE.clear()  # cached calls hold their allocators
             yield
         finally:
             CALL_CACHE.clear()
 
 
 class Producer:
-    """A DLPack producer of an unknown framework, that may say it lives elsewhere than it does.
+    """A DLPack producer of an unknown framework, which may report a wrong device.
 
-    device: what it tells of its device, or the error that it raises then.
+    device: the result of `__dlpack_device__`, or the error that it raises.
     """
 
     def __init__(self, array: Any, *device: Any) -> None:
@@ -131,7 +131,7 @@ def as_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 
 def problem_of(*arrays: Array, **options: Any) -> Problem:
-    """The problem of q, k and v in NumPy, which may have any strides."""
+    """Returns the problem of q, k and v in NumPy, as if contiguous."""
     return plans.problem_of(*(ArraySpec.contiguous(x.shape, x.dtype.name) for x in arrays), **options)
 
 

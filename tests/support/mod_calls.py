@@ -1,4 +1,4 @@
-"""Calls with mods, what they give straight from the contract, and slopes of it."""
+"""Calls with mods, their results straight from the contract, and finite differences."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def striped(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return ((q_idx + k_idx + h) % 3 > 0) & (q_idx > 2 + b)
 
 
-# Functions, bias, sinks, dropout, and options of the call.
+# By name, the mods and options of a call.
 CALLS: dict[str, Arrays] = {
     "nothing": {},
     "score_mod": {"score_mod": tilted},
@@ -87,7 +87,7 @@ def arrays(dtype: str = "float64") -> tuple[Any, ...]:
 
 
 def whole(call: Arrays, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """`(out, lse)` with whole matrices, in float64, straight from the contract."""
+    """Returns `(out, lse)` with whole matrices, in float64, straight from the contract."""
     plain = problem_of(call)
     k, v = (np.repeat(x, HEADS // HEADS_KV, axis=2) for x in (k, v))
     s = np.einsum("bihd,bjhd->bhij", q, k) * plain.softmax_scale
@@ -122,7 +122,7 @@ def loss_of(call: Arrays, dout: Any, dlse: Any) -> Callable[..., float]:
 
 
 def slope(loss: Callable[[], float], x: Any, index: tuple[int, ...]) -> float:
-    """The finite difference of a loss by one element of x, which it reads."""
+    """Returns the finite difference of a loss by one element of x, which the loss reads."""
     before, step = x[index], 1e-5
     ends = []
     for x[index] in (before + step, before - step):

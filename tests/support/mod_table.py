@@ -1,4 +1,4 @@
-"""Calls with mods in tests: a case, and what was launched."""
+"""Calls with mods in tests: cases, checks, and records of launches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def of_lengths(lengths: tuple[int, int], case: Case = SMALL, **more: Any) -> Cas
 
 
 def forward_sequences(xp: Any, inputs: VarlenArrays, make: Maker, **more: Any) -> Any:
-    """`(out, lse)` of variable-length sequences."""
+    """Returns `(out, lse)` of variable-length sequences with mods."""
     mod_kwargs = without_grads(make(xp.asarray, bounds_case(inputs)))
     return cuflash.forward(**inputs.arguments(xp) | mod_kwargs | more, return_lse=True)
 
 
 def check_sequences(xp: Any, inputs: VarlenArrays, make: Maker, **more: Any) -> Any:
-    """The same, held against float64."""
+    """Checks a call on variable-length sequences with mods against float64; returns `(out, lse)`."""
     out, lse = forward_sequences(xp, inputs, make, **more)
     check(OracleInputs.from_varlen(inputs), make_oracle_mods(make, bounds_case(inputs)), out, lse)
     return out, lse
@@ -38,7 +38,7 @@ def check_sequences(xp: Any, inputs: VarlenArrays, make: Maker, **more: Any) -> 
 
 @contextmanager
 def launched(record: Callable[..., Any] = lambda kernels, pointers: kernels.plan) -> Iterator[list[Any]]:
-    """The plans of what is launched meanwhile, or what `record` makes of each launch."""
+    """Yields a list of the plans that are launched inside, or of `record`'s result for each launch."""
     launch_it, ran = LoadedPlan.launch, []
 
     def noted(kernels: Any, pointers: tuple[int, ...], stream: int) -> Any:
@@ -51,5 +51,5 @@ def launched(record: Callable[..., Any] = lambda kernels, pointers: kernels.plan
 
 
 def names_of(plans: Sequence[Any]) -> list[str]:
-    """The kernels of plans."""
+    """Returns the names of the kernels of plans."""
     return [each.variant.name for plan in plans for each in plan.launches]

@@ -1,4 +1,4 @@
-"""Kernels with mods, in tests: those of some functions, as plans ask for them."""
+"""Kernels with mods in tests: the variants that plans of some calls have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuflash.testing.cases import Case
 from cuflash.testing.functions import alibi, document, everything, joined, relative_position, sinks_of, softcap
 from cuflash.testing.mods import without_grads
 
-# Each with the head dims that it is compiled for: ALiBi costs least, and a mask has mask tiles.
+# Mods with the head dims that are compiled: ALiBi compiles fastest, and a mask has mask tiles.
 CALLS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "alibi": (alibi, (64, 128, 256)),
     "softcap": (softcap, (64,)),
@@ -24,7 +24,7 @@ CALLS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "document": (document, (128,)),
     "everything": (joined(everything), (64,)),
 }
-# Those that are compiled on Hopper for variable-length sequences, too, packed or with their keys in pages.
+# Mods that are also compiled on Hopper for variable-length sequences, packed or with keys in pages.
 OF_LENGTHS: dict[str, tuple[int, ...]] = {"alibi": (64, 256), "document": (128,), "everything": (64,)}
 OPS: dict[str, dict[str, Any]] = {
     "forward": {},
@@ -36,7 +36,7 @@ OPS: dict[str, dict[str, Any]] = {
 
 @cache
 def mod_variants(arch: str, on_any_gpu: bool = False, names: tuple[str, ...] = tuple(CALLS)) -> tuple[Variant, ...]:
-    """What calls of these functions launch on this GPU, or as on any GPU, where strides forbid Hopper's kernels."""
+    """Returns the variants of calls with these mods on a GPU. on_any_gpu: strides forbid sm90 kernels."""
     variants: dict[Variant, None] = {}
     for name, (op, more) in product(names, OPS.items()):
         make, dims = CALLS[name]
@@ -59,7 +59,7 @@ def mod_variants(arch: str, on_any_gpu: bool = False, names: tuple[str, ...] = t
 
 
 def packed(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same rows as sequences that follow each other, and what tells where these begin."""
+    """Returns the rows as packed sequences, and the arguments with their bounds."""
     batch, seqlen = arrays[0].shape[:2]
     bounds = np.arange(batch + 1, dtype=np.int32) * seqlen
     rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
@@ -68,18 +68,18 @@ def packed(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def paged(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same where the keys of each sequence are a page."""
+    """Returns the arrays with the keys of each sequence as a page, and the arguments for pages."""
     pages = np.arange(len(arrays[1]), dtype=np.int32)[:, None]
     return arrays, {"page_table": pages, "seqused_k": np.full(len(pages), arrays[1].shape[1], np.int32)}
 
 
-# Few queries over many keys, whose thread blocks share them: the queries of 8 heads, and their lengths.
+# Few queries of 8 heads over many keys, which thread blocks split: numbers of queries, and arguments.
 FEW: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (1, {"num_splits": 2}), (8, {}))
 OF_FEW = (alibi, 128), (sinks_of(), 64)
 
 
 def few_variants(arch: str, of_few: Any = OF_FEW) -> tuple[Variant, ...]:
-    """What decoding with some functions launches on this GPU, each with a head dim."""
+    """Returns the variants of decoding with some mods on a GPU, each with a head dim."""
     variants: dict[Variant, None] = {}
     for (make, dim), (queries, more), paged in product(of_few, FEW, (False, True)):
         case = Case("few", 2, queries, 1024, 8, 1, dim, dim, "float16")
@@ -94,5 +94,5 @@ def few_variants(arch: str, of_few: Any = OF_FEW) -> tuple[Variant, ...]:
     return tuple(variants)
 
 
-# Kernels without functions that only such calls launch.
+# Kernels without mods that only calls with mods launch.
 MORE = ("sum_tables", "sinks_gradient", "tile_counts")

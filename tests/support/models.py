@@ -1,4 +1,4 @@
-"""Small models of transformers in tests, and who computes their layers."""
+"""Small models of transformers in tests, and counts of the implementations that compute their layers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("DeepseekV3", LATENT | EXPERTS),
 }
 IDS = torch.randint(1, 64, (2, 11), generator=torch.Generator().manual_seed(1))
-ONES = torch.ones_like(IDS)  # why given: without it and without a cache, transformers 4 makes mask tensors
+ONES = torch.ones_like(IDS)  # without it and without a cache, transformers 4 builds mask tensors
 
 
 @pytest.fixture(autouse=True, name="calls")
 def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Registers cuflash, and counts the layers' calls by who computed them."""
+    """Registers cuflash, and counts the layers' calls by implementation."""
     bridge.register()
     counts = {"cuflash": 0, "sdpa": 0}
 
@@ -58,7 +58,7 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 
 def model_of(name: str, implementation: str, **settings: Any) -> Any:
-    """A small model with weights large enough that tokens differ, the same for every implementation."""
+    """Returns a small model with equal weights for every implementation, large enough that tokens differ."""
     family, overrides = MODELS[name]
     config_of = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     config = config_of(**(SIZES | overrides | settings))
@@ -72,17 +72,17 @@ def model_of(name: str, implementation: str, **settings: Any) -> Any:
 
 
 def exact_model(name: str) -> Any:
-    """The model in float64, by an attention of transformers' own that computes in it."""
+    """Returns the model in float64, with an attention of transformers that computes in float64."""
     return model_of(name, "eager" if name == "gemma2" else "sdpa").double()  # sdpa has no softcap
 
 
 def close(got: Any, exact: Any, naive: Any, ulps: float = 4) -> None:
-    """The tolerance rule: `exact` is of transformers' own attention in float64, `naive` in the precision of `got`."""
+    """Checks the tolerance rule. exact: by transformers' attention in float64; naive: in the precision of `got`."""
     oracle.assert_close("result", *map(in_numpy, (got, exact, naive)), ulps=ulps)
 
 
 def as_exact_as(peer: str, model_class: Any, config: Any, **inputs: Any) -> None:
-    """Holds the logits of a random model with cuflash against those of a peer in float64 under the tolerance rule."""
+    """Checks a random model's logits with cuflash against a peer's in float64 under the tolerance rule."""
     logits = []
     for implementation, dtype in (("cuflash", torch.float32), (peer, torch.float64), (peer, torch.float32)):
         torch.manual_seed(0)
@@ -93,12 +93,12 @@ def as_exact_as(peer: str, model_class: Any, config: Any, **inputs: Any) -> None
 
 
 def layer(causal: bool = True, **config: Any) -> Any:
-    """What attention functions read of a layer."""
+    """Returns a layer with the attributes that attention functions read."""
     module = torch.nn.Module()
     module.is_causal, module.config, module.num_key_value_groups = causal, type("Config", (), config)(), 2
     return module
 
 
 def heads(seqlen_q: int = 6, seqlen_k: int = 6) -> list[Any]:
-    """query, key and value as transformers has them."""
+    """Returns query, key and value in the layout of transformers."""
     return [torch.randn(2, h, s, 8) for h, s in ((4, seqlen_q), (2, seqlen_k), (2, seqlen_k))]

@@ -1,4 +1,4 @@
-"""Problems of plans in tests, the names that tests of several planners share, and plans that are made otherwise."""
+"""Problems for tests of planners, shared names, and contexts that change the planner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_11
 
 
 def problem(head_dim: int = 64, head_dim_v: int = 64, op: str = "forward", **more: Any) -> Problem:
-    """A problem of dense arrays; `more` are its `dims` (batch, lengths, heads), its dtype and the call's options."""
+    """Returns a problem of dense arrays. more: `dims` (batch, lengths, heads), dtype and options of the call."""
     b, sq, sk, hq, hkv = more.pop("dims", (2, 300, 500, 4, 2))
     dtype = more.pop("dtype", "bfloat16")
     shapes = (b, sq, hq, head_dim), (b, sk, hkv, head_dim), (b, sk, hkv, head_dim_v)
@@ -31,20 +31,20 @@ def problem(head_dim: int = 64, head_dim_v: int = 64, op: str = "forward", **mor
 
 
 def problem_of(q: ArraySpec, k: ArraySpec, v: ArraySpec | None = None, op: str = "forward", **options: Any) -> Problem:
-    """The problem of a call with these arrays and options; lse leaves v out, backward takes dense others."""
+    """Returns the problem of a call; lse ignores v, and backward has other arrays dense."""
     specs = [q, k] if v is None or op == "lse" else [q, k, v]
     return Problem.from_specs(OPS["lse" if v is None else op], specs, Options(**options))
 
 
 def mod_problem(op: str = "forward", head_dim: int = 64, seqlen: int = 2048, **options: Any) -> Problem:
-    """The problem of a dense call with a sink for each head."""
+    """Returns the problem of a dense call with a sink for each head."""
     q = ArraySpec.contiguous((2, seqlen, 4, head_dim), "bfloat16")
     specs = [q] * (2 if op == "lse" else 3) + [ArraySpec.contiguous((4,), "float32")]
     return Problem.from_specs(mod_op(op, False, make_mod_spec(None, None, has_sinks=True)), specs, Options(**options))
 
 
 def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int, int] = (16, 16), **more: Any) -> Plan:
-    """Backward on an H100 of so many packed sequences of these lengths."""
+    """Returns the plan of backward on an H100 for `batch` packed sequences of `rows` rows."""
     q, k = ((batch * rows, count, head_dim) for count in heads)
     varlen_kwargs: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (batch + 1,))
     varlen_kwargs |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), rows)
@@ -53,7 +53,7 @@ def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int
 
 @contextmanager
 def planned_with(module: Any, **others: Any) -> Iterator[None]:
-    """Other constants, tables or functions in a module of `planning`, for what is planned meanwhile."""
+    """Replaces constants, tables or functions in a module of `planning`, for plans made inside."""
     with mock.patch.multiple(module, **others):
         try:
             CALL_CACHE.clear()
@@ -64,7 +64,7 @@ def planned_with(module: Any, **others: Any) -> Iterator[None]:
 
 @contextmanager
 def for_any_gpu() -> Iterator[None]:
-    """Meanwhile all ops run on the kernels for any GPU, on Hopper too."""
+    """Runs all ops inside with sm80 kernels, also on Hopper."""
     others = {"reason_against": lambda *_: "the test asks for it"}
     with planned_with(plan_forward, **others), planned_with(plan_backward, **others):
         yield

@@ -1,4 +1,4 @@
-"""Problems for tests: masks, memory layouts, problems that hypothesis draws, and a problem in parts of its keys."""
+"""Problems for tests: masks, memory layouts, problems drawn by hypothesis, and problems over ranges of keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuflash.testing.oracle import ULPS, Array
 
 
 def need_memory(cupy: Any, gib: int) -> None:
-    """Skips the test where the GPU has less free memory than this."""
+    """Skips the test if the GPU has less than `gib` GiB of free memory."""
     cupy.get_default_memory_pool().free_all_blocks()
     free, _ = cupy.cuda.runtime.memGetInfo()
     if free < gib << 30:
@@ -24,7 +24,7 @@ def need_memory(cupy: Any, gib: int) -> None:
 
 
 def far_apart(cupy: Any, x: Any, axis: int) -> Any:
-    """x, of one batch element and head, in new memory in which its last rows begin past 2³¹ elements."""
+    """Returns x, of one batch element and head, in new memory where its last rows begin past 2³¹ elements."""
     step = 2**31 // (x.shape[axis] - 20) // 8 * 8
     assert (x.shape[axis] - 1) * step > 2**31
     memory = cupy.zeros(step * x.shape[axis], x.dtype)
@@ -63,7 +63,7 @@ MASKED = [
 
 
 def parts(case: Case, cuts: list[int]) -> list[tuple[Case, Any]]:
-    """The problems over the keys between the cuts, with the diagonal where it lies among them, and their keys."""
+    """Returns the problems over the keys between the cuts, with shifted diagonals, and the indices of their keys."""
     offset = case.seqlen_k - case.seqlen_q if case.diagonal_offset is None else case.diagonal_offset
     return [
         (replace(case, seqlen_k=end - begin, diagonal_offset=offset - begin), np.s_[:, begin:end])
@@ -72,7 +72,7 @@ def parts(case: Case, cuts: list[int]) -> list[tuple[Case, Any]]:
 
 
 def parts_of(case: Case, cuts: list[int]) -> tuple[list[Array], list[Array]]:
-    """`(outs, lses)` over the keys between the cuts."""
+    """Returns `(outs, lses)` over the keys between the cuts."""
     q, k, v = case.arrays()
     results = [reference.forward(part.problem(), q, k[keys], v[keys]) for part, keys in parts(case, cuts)]
     return [out for out, _ in results], [lse for _, lse in results]
@@ -80,12 +80,11 @@ def parts_of(case: Case, cuts: list[int]) -> tuple[list[Array], list[Array]]:
 
 @st.composite
 def problems(draw: st.DrawFn, longest: int, widest: int, step: int = 1) -> Case:
-    """A problem of any shape, mask and dtype; head dims are multiples of the step and mostly small."""
+    """Draws a problem of any shape, mask and dtype; head dims are multiples of `step` and mostly small."""
     lengths = draw(st.integers(0, longest)), draw(st.integers(0, longest))
     heads_kv, group = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 7, 8]))
     width = st.one_of(st.integers(1, max(1, widest // 4 // step)), st.integers(1, widest // step)).map(step.__mul__)
-    # why: a handful of numbers has a handful of errors, and the naive computation may be lucky with all of them; so
-    # small problems come in large batches.
+    # Small problems have large batches: with few numbers, the naive computation may happen to have no errors.
     few = max(1, min(lengths[0] * group, lengths[1]) * heads_kv)
     window = st.integers(-1, 3 * longest // 4)
     head_dims = draw(st.tuples(width, width) | width.map(lambda dim: (dim, dim)))

@@ -1,4 +1,4 @@
-"""Calls that cuflash must refuse: a legal call, the change that spoils it, and what the message must say."""
+"""Calls that cuflash must refuse: a valid call, a change that makes it invalid, and words of the message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
 
 
 def base(dtype: Any = np.float32) -> dict[str, Any]:
-    """q, k and v of a legal call: two query heads per kv head, seqlen_q != seqlen_k, head_dim != head_dim_v."""
+    """Returns q, k and v of a valid call: two query heads per kv head, unequal lengths, and unequal head dims."""
     rng = np.random.default_rng(0)
     shapes = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 6)}
     return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
@@ -35,7 +35,7 @@ def backward_with(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 class Row(NamedTuple):
-    """Arguments of a bad call and what its message must hold: what was given, what is accepted."""
+    """Arguments of an invalid call, and words of its message about given and accepted values."""
 
     id: str
     arguments: dict[str, Any]
@@ -52,7 +52,7 @@ DTYPES = "float16, bfloat16, float32"
 
 @contextmanager
 def refused(error: type[Exception], *texts: str) -> Iterator[None]:
-    """Demands an error whose message holds all of these texts."""
+    """Checks that an error is raised inside whose message contains all of these texts."""
     with pytest.raises(error) as caught:
         yield
     missing = [text for text in texts if text not in str(caught.value)]
@@ -60,7 +60,7 @@ def refused(error: type[Exception], *texts: str) -> Iterator[None]:
 
 
 def contents(arguments: Any) -> list[bytes]:
-    """The bytes of every array in the arguments of a call."""
+    """Returns the bytes of every array in the arguments of a call."""
     if isinstance(arguments, dict):
         arguments = list(arguments.values())
     if isinstance(arguments, (list, tuple)):

@@ -29,7 +29,7 @@ def random_qkv(
     device: str, dtype: Any = None, *, heads: tuple[int, int] = (4, 2), lengths: tuple[int, int] = (9, 12),
     dim: int = 16, grad: bool = True,
 ) -> Tensors:  # fmt: skip
-    """q, k and v."""
+    """Returns random q, k and v."""
     generator = torch.Generator().manual_seed(7)
     dtype = dtype or (torch.float64 if device == "cpu" else torch.float32)
     shapes = [(2, length, heads, dim) for length, heads in zip(lengths, heads, strict=True)]
@@ -38,22 +38,22 @@ def random_qkv(
 
 
 def loss(out: Any, lse: Any) -> Any:
-    """A number that depends on out and lse."""
+    """Returns a number that depends on out and lse."""
     return (out.double() ** 2).sum() + lse.double().sin().sum()
 
 
 def gradients(function: Callable[..., tuple[Any, Any]], tensors: Tensors, **options: Any) -> Tensors:
-    """Gradients of the loss of what the function returns."""
+    """Returns gradients of the loss of a function's result."""
     return torch.autograd.grad(loss(*function(*tensors, **options)), tensors)
 
 
 def with_lse(*tensors: Any, **options: Any) -> tuple[Any, Any]:
-    """`attention`, returning lse too."""
+    """Returns `(out, lse)` of `attention`."""
     return attention(*tensors, return_lse=True, **options)
 
 
 def in_numpy(x: Any) -> Any:
-    """The tensor as a NumPy array of its own dtype; None stays None."""
+    """Returns a tensor as a NumPy array of its dtype; None stays None."""
     if x is None:
         return None
     x = x.detach().cpu()
@@ -61,26 +61,26 @@ def in_numpy(x: Any) -> Any:
 
 
 def assert_results(tensors: Tensors, out: Any, lse: Any = None, **options: Any) -> None:
-    """Holds out, and lse where it is given, of q, k and v against float64 under the tolerance rule."""
+    """Checks out, and lse if given, of q, k and v against float64 under the tolerance rule."""
     arrays = [in_numpy(x) for x in tensors]
     oracle.assert_attention(problem_of(*arrays, **options), arrays, in_numpy(out), in_numpy(lse))
 
 
 def assert_pulled(result: Any, tensors: Tensors, dout: Any, dlse: Any = None, **options: Any) -> None:
-    """Holds the gradients of `(dout * out).sum() + (dlse * lse).sum()` against float64; None was not asked for."""
+    """Checks gradients of `(dout * out).sum() + (dlse * lse).sum()` against float64; None skips one."""
     q, k, v = (in_numpy(x) for x in tensors)
     inputs = of_gradients.BackwardArgs(in_numpy(dout), q, k, v, None, None, in_numpy(dlse))
     of_gradients.check(problem_of(q, k, v, **options), inputs, tuple(map(in_numpy, result)))
 
 
 def assert_gradients(result: Any, tensors: Tensors, **options: Any) -> None:
-    """Holds gradients of `loss` against float64, with what the loss gives our out and lse for upstreams."""
+    """Checks gradients of `loss` against float64, with the loss's gradients of out and lse as upstream gradients."""
     out, lse = with_lse(*(x.detach() for x in tensors), **options)
     assert_pulled(result, tensors, 2 * out, lse.double().cos().to(lse.dtype), **options)
 
 
 def assert_equal(result: Any, expected: Any) -> None:
-    """Tensors, or tuples of them, are the same bit for bit (NaN equals itself)."""
+    """Checks that tensors, or tuples of them, are equal bit by bit (NaN equals itself)."""
     result, expected = ([x] if isinstance(x, torch.Tensor) else x for x in (result, expected))
     for x, y in zip(result, expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -88,25 +88,25 @@ def assert_equal(result: Any, expected: Any) -> None:
 
 
 def arguments_of(sequences: VarlenArrays, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
-    """All arguments of `attention` for variable-length sequences; q, k and v may want gradients."""
+    """Returns all arguments of `attention` for variable-length sequences; q, k and v require grad if `grad`."""
     arguments = sequences.arguments()
     arguments |= {name: torch_of(x, device) for name, x in arguments.items() if isinstance(x, np.ndarray)}
     return arguments | {name: arguments[name].requires_grad_(grad) for name in "qkv"}
 
 
 def assert_sequences(sequences: VarlenArrays, out: Any, lse: Any) -> None:
-    """Holds out and lse of variable-length sequences against float64."""
+    """Checks out and lse of variable-length sequences against float64."""
     check(sequences, in_numpy(out), in_numpy(lse))
 
 
 def upstream_of(sequences: VarlenArrays, out: Any, lse: Any) -> tuple[Any, Any]:
-    """Gradients of out and lse, which hold NaN in rows of no sequence."""
+    """Returns upstream gradients of out and lse, with NaN in rows of no sequence."""
     pairs = zip(upstream(sequences), (out, lse), strict=True)
     dout, dlse = (torch_of(x.reshape(like.shape), like.device) for x, like in pairs)
     return dout, dlse
 
 
 def assert_pulled_sequences(sequences: VarlenArrays, out: Any, lse: Any, inputs: Any) -> None:
-    """Holds what autograd makes of gradients of out and lse against float64."""
+    """Checks the gradients of autograd, from upstream gradients of out and lse, against float64."""
     result = torch.autograd.grad((out, lse), inputs, upstream_of(sequences, out, lse))
     check_gradients(sequences, [in_numpy(x) for x in result])

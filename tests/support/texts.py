@@ -1,4 +1,4 @@
-"""The CUDA text of expression graphs in tests: computed on the CPU, compared with the graph, compiled by NVRTC."""
+"""CUDA text of expression graphs in tests: run on the CPU, compared with the graph, compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from cuflash.reference.evaluate import evaluate
 KERNELS = ROOT / "kernels_cu"
 INPUTS = ("b", "h", "seqlen_q", "seqlen_k", "q_idx", "k_idx")
 TYPES = {"b": Type.BOOL, "f": Type.FLOAT32, "V": Type.FLOAT32, "i": Type.INT32, "u": Type.INT32}
-COLUMNS = 16  # of the tiles in which points are computed
+COLUMNS = 16  # columns of the tiles in which points are computed
 
-# What CUDA has and C++ has not.
+# Definitions that CUDA has and C++ lacks.
 SHIM = r"""
 #include <algorithm>
 #include <cmath>
@@ -81,13 +81,13 @@ def captured(array: Any) -> CapturedArray:
 
 
 def element(array: Any, number: int, *indices: Node | int) -> Node:
-    """An element of a captured array."""
+    """Returns an element of a captured array."""
     nodes = [each if isinstance(each, Node) else constant(each) for each in indices]
     return load(number, captured(array).type, nodes)
 
 
 class Case(NamedTuple):
-    """Nodes, and the arrays that they load from."""
+    """Nodes, and the arrays from which they load."""
 
     roots: Sequence[Node]
     arrays: Sequence[Any] = ARRAYS
@@ -101,7 +101,7 @@ class Case(NamedTuple):
 
 
 def packed(arrays: Sequence[Any]) -> bytes:
-    """The struct of captured arrays."""
+    """Returns the bytes of the struct of captured arrays."""
     parts = []
     for each in arrays:
         strides, extents = [n // each.itemsize for n in each.strides] or [0], list(each.shape) or [1]
@@ -110,7 +110,7 @@ def packed(arrays: Sequence[Any]) -> bytes:
 
 
 def on_the_cpu(header: str, program: str, folder: Path, level: str = "-O0") -> ctypes.CDLL:
-    """The library of a C++ program, in which the text of a header of kernels_cu/common takes the place of HEADER."""
+    """Returns the library of a C++ program in which a header of kernels_cu/common replaces HEADER."""
     if shutil.which("g++") is None or not KERNELS.is_dir():
         pytest.skip("needs g++ and a checkout")
     text = re.sub(r"#(include|pragma) .*", "", (KERNELS / "common" / header).read_text("utf-8"))
@@ -121,7 +121,7 @@ def on_the_cpu(header: str, program: str, folder: Path, level: str = "-O0") -> c
 
 
 def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short: bool = True) -> list[list[Any]]:
-    """The values that the texts have on the CPU, of every case and root."""
+    """Returns the values of the texts on the CPU, for every case and root."""
     lines: list[str] = []
     for number, case in enumerate(cases):
         name, roots = f"Mod{number}", range(len(case.roots))
@@ -142,7 +142,7 @@ def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short:
 
 
 def check(cases: Sequence[Case], folder: Path, inputs: dict[str, Any] | None = None, short: bool = True) -> None:
-    """That the texts have the values of the graphs, up to a few units of what rounding changes anyway."""
+    """Checks that the texts have the values of the graphs, up to a few times the error of rounding."""
     inputs = points() if inputs is None else inputs
     inputs = inputs | {"score": np.asarray(inputs["score"], np.float32)}
     for case, results in zip(cases, computed(cases, inputs, folder, short), strict=True):
@@ -166,7 +166,7 @@ def with_derivative(case: Case) -> Case:
 
 
 def compiled(cases: Sequence[Case], arch: str) -> None:
-    """Raises if NVRTC does not compile the texts in a loop that it unrolls."""
+    """Compiles the texts with NVRTC in an unrolled loop; raises an error if this fails."""
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     names = ("DTYPE", "OUT_DTYPE", "WARPS", "SMEM_BYTES", "PARAMS_BYTES")
     lines = ['#include "common/mod_functions.cuh"']

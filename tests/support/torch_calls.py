@@ -1,4 +1,4 @@
-"""Calls of PyTorch that have gradients, through each integration: what tests of autograd run on."""
+"""Calls of PyTorch with gradients, through each integration, for tests of autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUNDS = torch.tensor([0, 4, ROWS], dtype=torch.int32)
 
 
 def packed(*tensors: Any, **options: Any) -> Any:
-    """`attention` of two packed sequences."""
+    """Runs `attention` on two packed sequences."""
     bounds = BOUNDS.to(tensors[0].device)
     return attention(*tensors, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=5, max_seqlen_k=5, **options)
 
@@ -42,11 +42,11 @@ def of_flex(q: Any, k: Any, v: Any, slopes: Any) -> Any:
 
 
 def of_layer(q: Any, k: Any, v: Any, weight: Any) -> Any:
-    """Attention between products of matrices, which selective checkpoints save."""
+    """Runs attention between matrix products, which selective checkpoints save."""
     return attention(q @ weight, k, v, causal=True) @ weight
 
 
-# The shapes of the inputs, all of which require grad, and a function of them.
+# Shapes of the inputs, which all require grad, and a function of them.
 Case = tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]
 PLAIN: dict[str, Case] = {
     "dense": ((DENSE,) * 3, functools.partial(attention, causal=True)),
@@ -80,6 +80,6 @@ def inputs_of(case: str) -> tuple[list[Any], Callable[..., Any]]:
 
 
 def gradients(function: Callable[..., Any], inputs: list[Any]) -> Any:
-    """Returns gradients of a loss; each time by the same seeds of dropout."""
+    """Returns gradients of a loss, with the same seeds of dropout each time."""
     torch.manual_seed(3)
     return torch.autograd.grad(function(*inputs).square().sum(), inputs)

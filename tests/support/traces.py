@@ -1,4 +1,4 @@
-"""Traced functions beside the functions themselves, called with plain numbers, in tests."""
+"""Comparison of traced functions with the functions called on plain numbers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _INTEGERS = ("b", "h", "q_idx", "k_idx")
 
 
 def host(array: Any) -> Any:
-    """A captured array in NumPy."""
+    """Returns a captured array in NumPy."""
     if hasattr(array, "detach"):
         array = array.detach().float() if "bfloat16" in str(array.dtype) else array.detach()
     return np.asarray(array)
 
 
 def values_of(graph: Graph, float_type: type[np.floating[Any]] = np.float64) -> Any:
-    """The values of a graph at all points."""
+    """Returns the values of a graph at all points."""
     arrays = [host(each.array) for each in graph.arrays]
     return np.broadcast_to(evaluate([graph.root], POINTS, arrays, float_type)[0], COUNT)
 
 
 def called(function: Callable[..., Any], kind: str, number: Callable[[Any], Any] = int) -> Any:
-    """What a function itself returns at all points. `number`: makes an index, of a library perhaps."""
+    """Returns a function's results at all points. number: converts an index, perhaps to a library's scalar."""
     values = []
     for i in range(COUNT):
         indices = [number(int(POINTS[name][i])) for name in _INTEGERS]
@@ -41,7 +41,7 @@ def called(function: Callable[..., Any], kind: str, number: Callable[[Any], Any]
 
 
 def check(function: Callable[..., Any], kind: str, number: Callable[[Any], Any] = int) -> Graph:
-    """Traces a function and compares its graph with what it returns."""
+    """Traces a function, compares the graph's values with the function's, and returns the graph."""
     graph = trace(function, kind)
     expected = called(function, kind, number)
     if kind == "mask_mod":

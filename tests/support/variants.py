@@ -1,4 +1,4 @@
-"""What NVRTC gets in tests: every kernel that plans can ask for, and programs that claim what the host finds."""
+"""Programs for NVRTC in tests: every variant that plans can have, and claims about values of the host."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
 
 DTYPES = tuple(TILES)
-# Numbers of keys between which the choice of a Hopper tile changes, and more than any of them.
+# Numbers of keys on both sides of each limit at which the choice of an sm90 tile changes.
 KEYS = (8, *sorted({tile.max_keys + 9 for tile in tiles_sm90.TILES if tile.max_keys is not None}))
 
-# Of backward on Hopper: thread blocks share the query heads of a key block.
+# Arguments with which thread blocks of sm90 backward share the query heads of a key block.
 SHARED_HEADS = {"group": 16, "queries": 512}
-SHARED_ROWS = SHARED_HEADS | {"keys": 128 * 100}  # where kernels go by rows: almost a wave of key blocks
+SHARED_ROWS = SHARED_HEADS | {"keys": 128 * 100}  # for backward_dq_dkv: almost a wave of key blocks
 
 
 def plan_of(op: str, dtype: str, head_dim: int, head_dim_v: int, device: Device, deterministic: bool = False,
             *, aligned: bool = True, **more: Any) -> Plan | None:  # fmt: skip
-    """What this device launches for `problem_of` these arguments; None where it has no kernel."""
+    """Returns this device's plan of `problem_of` these arguments; None if it has no kernel."""
     problem = problem_of(op, dtype, head_dim, head_dim_v, deterministic, **more)
     try:
         return plan(problem, device, () if aligned else ("q",))
@@ -63,11 +63,11 @@ def problem_of(
     splits: int = 0,
     **arguments: Any,
 ) -> Problem:
-    """A causal problem of these head dims and keys.
+    """Returns a causal problem of these head dims and keys.
 
-    group: query heads of the kv head. packed: the rows are one sequence of several, whose lengths are on the device.
-    used: some of the keys are used. paged: the same, and they lie in a page. shared: thread blocks may share keys,
-    as they may with `used`. splits: how many do then, or 0.
+    group: query heads of the kv head. packed: True for packed rows. used: True to give seqused_k. paged: True to give
+    seqused_k and a page_table. shared: True if thread blocks may split keys, as with `used`. splits: num_splits then,
+    or 0.
     """
     if op == "merge":
         return merge_of(dtype, head_dim)
@@ -75,11 +75,11 @@ def problem_of(
         return append_of(dtype, head_dim, head_dim_v)
     shapes = (queries, group, head_dim), (keys, 1, head_dim), (keys, 1, head_dim_v)
     specs = [ArraySpec.contiguous((1, *shape), dtype) for shape in shapes]
-    if op == "backward":  # dout, then out in its own dtype
+    if op == "backward":  # dout, then out in out_dtype
         specs += [specs[0]._replace(shape=(1, queries, group, head_dim_v)).with_packed_strides()] * 2
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
-    if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among thread blocks
+    if op == "forward":  # usually one split, as many keys of one head would be split among thread blocks
         options = options._replace(num_splits=splits if used or shared else 1)
     inputs: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
     if packed or used or paged:
@@ -96,7 +96,7 @@ def problem_of(
 
 
 def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Problem:
-    """So many states of one head."""
+    """Returns the problem of merging `count` states of one head."""
     out, lse = ArraySpec.contiguous((1, rows, 1, head_dim), dtype), ArraySpec.contiguous((1, 1, rows), "float32")
     return Problem.from_specs(merge_op(count), [out] * count + [lse] * count, Options())
 
@@ -113,7 +113,7 @@ def append_of(
     wide: bool = False,
     **flags: bool,
 ) -> Problem:
-    """So many new rows for each of two sequences in a cache of 40 keys, or in pages, with tables of 50 positions."""
+    """Returns the problem of `rows` new rows for each of two sequences, in a cache of 40 keys or in pages."""
     pool = (9, page_size) if page_size else (2, 40)
     shapes = {"k_cache": (*pool, 2, head_dim), "v_cache": (*pool, 2, head_dim_v), "k": (2, rows, 2, head_dim),
               "v": (2, rows, 2, head_dim_v), "q": (2, queries, 4, head_dim)}  # fmt: skip
@@ -128,12 +128,12 @@ def append_of(
 
 
 def is_hopper(device: Device) -> bool:
-    """Whether the device has kernels of its own, and the shared memory that they take."""
+    """Returns True if the device runs sm90 kernels and has the shared memory that they need."""
     return device.capability == (9, 0) and device.smem_per_block >= DEVICES["sm_90"].smem_per_block
 
 
 def ways(device: Device, of_hopper: bool, op: str = "forward") -> list[dict[str, Any]]:
-    """Calls of one problem that this device may have different kernels for: Hopper's own, or those for any GPU."""
+    """Returns arguments of calls that may have different kernels: sm90 kernels if `of_hopper`, else sm80 kernels."""
     packed = {"packed": True}
     few = [{"used": True}] if op == "forward" else []
     if not of_hopper:
@@ -146,7 +146,7 @@ def ways(device: Device, of_hopper: bool, op: str = "forward") -> list[dict[str,
         lengths += [{}, SHARED_HEADS, SHARED_ROWS]
     capped = [{"softcap": cap} for cap in (0.0, 30.0)]
     several = [packed | cap for cap in capped]
-    if op != "backward":  # of more queries than kernels for decoding take
+    if op != "backward":  # more queries than decode kernels take
         pages = {"paged": False}, {"paged": True}
         several_splits, many_rows = {"used": True, "splits": 2}, {"used": True, "queries": 16, "group": 4}
         decoding = *few, several_splits, many_rows, packed | {"shared": True}
@@ -157,7 +157,7 @@ def ways(device: Device, of_hopper: bool, op: str = "forward") -> list[dict[str,
 
 
 def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
-    """The kernel called `op` in `plan_of` its call: delta, convert and all of backward's are launched by backward."""
+    """Returns the variant of `op` in the plan of its call; delta, convert and backward_* belong to backward."""
     of_backward = op in ("delta", "convert") or op.startswith("backward")
     call, fixed = ("backward", (False, True)) if of_backward else (op, (False,))
     plans = [plan_of(call, *arguments, deterministic=deterministic, **more) for deterministic in fixed]
@@ -166,7 +166,7 @@ def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
 
 
 def edges(dtype: str, of_hopper: bool) -> list[int]:
-    """Head dims at which the choice of a tile can change: those of a row, and the next one; and 1."""
+    """Returns head dims at which the choice of a tile can change: 1, the head dims of each row, and these plus 1."""
     of_any_gpu = *TILES[dtype], *BACKWARD[dtype], *DQ[dtype]
     rows = (*tiles_sm90.TILES, *tiles_sm90.BACKWARD, *tiles_sm90.DQ_DKV) if of_hopper else of_any_gpu
     dims = {row.head_dim for row in rows} | {row.head_dim_v for row in rows}
@@ -177,7 +177,7 @@ def edges(dtype: str, of_hopper: bool) -> list[int]:
 
 @cache
 def variants(arch: str) -> tuple[Variant, ...]:
-    """Every variant for `arch`, as a GPU with the shared memory of any known one gets it: all rows."""
+    """Returns every variant for `arch`, for GPUs with the shared memory of any known one, so that all rows occur."""
     distinct: dict[Variant, None] = {}
     sizes = dict.fromkeys((gpu.smem_per_block, gpu.smem_per_sm) for gpu in DEVICES.values())
     for (block, whole), dtype in product(sizes, DTYPES):
@@ -201,7 +201,7 @@ def variants(arch: str) -> tuple[Variant, ...]:
 
 
 def false_claims(program: str, claims: Iterable[str]) -> list[str]:
-    """Those of these claims about functions and structs of kernels_cu that NVRTC finds false below the program."""
+    """Returns the claims about functions and structs of kernels_cu that fail as static_asserts below the program."""
     nvrtc, lines = pytest.importorskip("cupy").cuda.nvrtc, program.splitlines()
     try:
         options = compiler.options(plan(merge_of("float16", 64), DEVICES["sm_80"]).launches[0].variant)
@@ -222,5 +222,5 @@ def false_claims(program: str, claims: Iterable[str]) -> list[str]:
 
 
 def sampled(variants: list[Any], seed: str | None) -> list[Any]:
-    """Returns one in 16 of the variants, at least one, the same for the same seed; all of them without a seed."""
+    """Returns one in 16 of the variants, at least one, determined by the seed; all variants without a seed."""
     return variants if seed is None else random.Random(seed).sample(variants, -(-len(variants) // 16))

@@ -1,7 +1,7 @@
-"""What the thread blocks of a plan do, worked out on the host in the way of the kernels.
+"""Walks: the work of each thread block of a plan, computed on the host as in the kernels.
 
-`tests/planning/test_walks.py` compares the functions that have the names of `kernels_cu/common/tile_scheduler.cuh` with
-that header. The walks below repeat the `*scheduler.cuh` headers of both families, `portable/delta.cu` and
+`tests/planning/test_walks.py` compares the functions named as in `kernels_cu/common/tile_scheduler.cuh` with that
+header. The walks below mirror the `*scheduler.cuh` headers of both families, `portable/delta.cu` and
 `portable/convert.cu`.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cuflash.planning.decoding import LEAST_TILES
 from cuflash.planning.plan import Launch, Plan
 
-HeadBlock = tuple[int, int]  # a head, counted over the whole batch, and a block of its rows
+HeadBlock = tuple[int, int]  # index of a head, over the batch, and index of a block of its rows
 
 
 def head_by_head(index: int, num_blocks: int) -> HeadBlock:
@@ -39,13 +39,13 @@ class Work(NamedTuple):
 
 
 def covering(elements: tuple[int, int], size: int) -> range:
-    """The tiles that hold some of the elements."""
+    """Returns the tiles that contain some of the elements."""
     begin, end = elements
     return range(begin // size, -(-end // size) if begin < end else begin // size)
 
 
 class Piece(NamedTuple):
-    """The pairs of queries and keys of one query head that a block adds up, for each of these results."""
+    """The pairs of queries and keys of one query head that a thread block sums, for each of these results."""
 
     results: str
     batch: int
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a head of a result that are written. Blocks that write them in turns all yield equal ones."""
+    """The written rows of a head of a result. Thread blocks that write the same rows in turn yield equal ones."""
 
     result: str
     batch: int
@@ -64,10 +64,10 @@ class Rows(NamedTuple):
 
 
 class Touch(NamedTuple):
-    """Floats of a part of the workspace that a block uses.
+    """Floats of a part of the workspace that a thread block uses.
 
-    how: "store" and "zero" write what nobody else writes; "read", "add" and "count" need what an earlier kernel has
-    written; a "turn" is a store by the first block and an addition by the others.
+    how: "store" and "zero" write floats that no other block writes. "read", "add" and "count" need floats that an
+    earlier kernel has written. A "turn" is a store by the first block and an addition by the others.
     """
 
     how: str
@@ -76,7 +76,7 @@ class Touch(NamedTuple):
 
 
 class Walk:
-    """One launch of a plan; `blocks` tells what each of its blocks does."""
+    """One launch of a plan; `blocks` yields the work of its thread blocks."""
 
     def __init__(self, plan: Plan, launch: Launch) -> None:
         self.plan, self.launch, self.fields = plan, launch, launch.fields
@@ -85,7 +85,7 @@ class Walk:
         self.group = self.problem.heads_q // self.problem.heads_kv
 
     def blocks(self) -> Iterator[list[Piece | Rows | Touch]]:
-        """What each block of the grid does or, where blocks go from tile to tile, what is done for each tile."""
+        """Yields the work of each thread block of the grid or, if blocks are persistent, of each work tile."""
         one = ONE_BLOCK[self.launch.variant.source]
         for index in range(self.fields.get("num_tiles", self.launch.num_blocks)):
             yield list(one(self, index))
@@ -97,7 +97,7 @@ class Walk:
         return int(batch * self.problem.heads_q + head)
 
     def stats(self, batch: int, head: int, row: int, count: int) -> Iterator[Touch]:
-        """How kernels read what delta has written of some queries: in pairs, or in Hopper's from two rows."""
+        """Yields the reads of delta's results for some queries: in pairs, or in sm90 kernels from two rows."""
         rows = self.fields["stats_rows"]
         begin = 2 * rows * self.query_head(batch, head)
         if self.launch.variant.of_warpgroups:
@@ -107,7 +107,7 @@ class Walk:
             yield Touch("read", "stats", slice(begin + 2 * row, begin + 2 * (row + count)))
 
     def strips(self, how: str, part: str, head: int, length: int, rows: range, columns: int) -> Iterator[Touch]:
-        """Strips of 16 rows of an accumulator of the mma.sync family, as in `common/accumulators.cuh`."""
+        """Yields touches of strips of 16 rows of an sm80 accumulator, as in `common/accumulators.cuh`."""
         for strip in range(rows.start // 16, -(-min(rows.stop, length) // 16)):
             begin = (head * -(-length // 16) + strip) * 16 * columns
             yield Touch(how, part, slice(begin, begin + 16 * columns))
@@ -136,7 +136,7 @@ class Walk:
     def convert(self, index: int) -> Iterator[Rows | Touch]:
         problem, fields = self.problem, self.fields
         threads = self.launch.variant.num_threads
-        first = index * threads  # the first thread of the block, among those of a gradient
+        first = index * threads  # index of the block's first thread among the threads of a gradient
         for result, heads, splits, length, columns in (
             ("dq", problem.heads_q, 1, problem.seqlen_q, fields["padded_dim"]),
             ("dk", problem.heads_kv, fields["splits"], problem.seqlen_k, fields["padded_dim"]),
@@ -156,7 +156,7 @@ class Walk:
             first -= problem.batch * heads * of_head
 
     def query_block(self, index: int) -> Iterator[Piece | Rows | Touch]:
-        """A block of queries of any kernel whose blocks own queries."""
+        """Yields the work of a block of queries, for kernels whose blocks are rows of q."""
         problem, fields, num_blocks = self.problem, self.fields, self.fields["num_q_blocks"]
         head_block = head_by_head(index, num_blocks)
         if "heads_in_l2" in fields:
@@ -174,7 +174,7 @@ class Walk:
             yield from self.stats(work.batch, work.head, block * self.tile.block_q, self.tile.block_q)
 
     def rows_of_group(self, index: int) -> Iterator[Piece | Rows | Touch]:
-        """Few queries of all heads of a group, with a share of the keys: sm80/decode.cu."""
+        """Yields the work of few queries of all heads of a group over one split of the keys: sm80/decode.cu."""
         problem, fields, tile = self.problem, self.fields, self.tile
         rest, kv_head = divmod(index, fields["heads_kv"])
         rest, part = divmod(rest, fields["head_parts"])
@@ -199,7 +199,7 @@ class Walk:
             yield Touch("store", "partial_out", slice(begin * tile.head_dim_v, (begin + count) * tile.head_dim_v))
 
     def key_block(self, index: int) -> Iterator[Piece | Rows | Touch]:
-        """A block of keys of any kernel but Hopper's for all gradients."""
+        """Yields the work of a key block, for all kernels except the sm90 kernel of all gradients."""
         problem, fields, tile, splits = self.problem, self.fields, self.tile, self.fields.get("splits", 1)
         results = {"backward": "dq dk dv", "backward_dkdv": "dk dv", "backward_dk": "dk", "backward_dv": "dv"}
         expected = results[self.launch.variant.op]
@@ -233,11 +233,11 @@ class Walk:
                 yield Rows(result, work.batch, work.head, keys)
 
     def rows_of_gradient(self, index: int) -> Iterator[Piece | Rows | Touch]:
-        """A block of rows on Hopper, of queries for dq and of keys for dk and dv."""
+        """Returns the work of a block of backward_dq_dkv: of queries for dq, and of keys for dk and dv."""
         return self.query_block(index) if self.tile.gradient == "dq" else self.key_block(index)
 
     def key_blocks(self, index: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """(Key block, its steps for this block) on Hopper; a step is a query tile, and steps count over its heads."""
+        """Yields (key block, range of its steps) of a thread block on Hopper. Steps are query tiles over all heads."""
         fields, past = self.fields, 1 << 30
         if index >= fields["whole_blocks"]:
             all_steps = fields["num_q_blocks"] * self.group
@@ -256,7 +256,7 @@ class Walk:
             yield block, (0, past)
 
     def steps_of_keys(self, index: int) -> Iterator[Piece | Rows | Touch]:
-        """Key blocks on Hopper, for all gradients at once."""
+        """Yields the work of a thread block of the sm90 kernel for all gradients."""
         problem, fields, tile = self.problem, self.fields, self.tile
         num_blocks, by_rows = fields["num_q_blocks"], tile.block_q == 128  # or by whole panels of columns
         dq_floats = tile.block_q * (tile.head_dim if by_rows else -(-tile.head_dim // 64) * 64)
@@ -276,7 +276,7 @@ class Walk:
                 nth = nth * num_blocks + m
                 yield Touch("count", "semaphores", slice(nth, nth + 1))
                 yield Touch("turn", "dq_acc", slice(nth * dq_floats, (nth + 1) * dq_floats))
-            if fields["parts_log2"] or steps[begin:end] != steps:  # others take steps of these keys, too
+            if fields["parts_log2"] or steps[begin:end] != steps:  # other blocks take steps of these keys, too
                 nth = slot if fields["parts_log2"] else number - fields["shared_first"]
                 first = problem.batch * problem.heads_q * num_blocks + nth
                 yield Touch("count", "semaphores", slice(first, first + 1))

@@ -1,4 +1,4 @@
-"""Work in other processes and threads."""
+"""Runs work in other processes and threads."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def need_checkout(*parts: str) -> None:
-    """Skips a test file where one of these files or folders is missing, as in the sdist."""
+    """Skips a test file if one of these files or folders is missing, as in the sdist."""
     if not all((ROOT / part).exists() for part in parts):
         pytest.skip("needs a checkout", allow_module_level=True)
 
 
 def output_of(*command: str, **options: Any) -> str:
-    """What a command prints; all that it prints is the message where it fails. options: those of `subprocess.run`."""
+    """Returns a command's output, which is the message if it fails. options: options of `subprocess.run`."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout)
 
 
 def run_python(*arguments: str, **variables: str) -> str:
-    """What Python prints; it finds cuflash and tests' helper modules here. The test fails if Python does."""
+    """Runs Python with cuflash and the tests' helper modules on its path; returns its output, or fails the test."""
     folders = filter(None, (str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
     return output_of(sys.executable, *arguments, env=environment, timeout=600)
 
 
 def run_threads(work: Callable[[int], None], count: int) -> None:
-    """`work` in so many threads at once; their errors are raised here."""
+    """Runs `work` in `count` threads at once, and raises their errors."""
     errors: list[BaseException] = []
     start = threading.Barrier(count)
 
@@ -59,7 +59,7 @@ def run_threads(work: Callable[[int], None], count: int) -> None:
 
 
 def ci_script(name: str) -> Any:
-    """Imports a script of `.ci/`, which is no package, under its name."""
+    """Returns a script of `.ci/`, which is no package, as a module of its name."""
     spec = spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
