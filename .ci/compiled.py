@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints whether `.ci/run` must compile all kernels or a sample.
+"""Prints "all" or "sample", the kernels that `.ci/run` must compile.
 
     .ci/compiled.py          prints "sample" if every current variant has passed, else "all"
     .ci/compiled.py write    records that all passed; only `.ci/run full` calls this, at its end

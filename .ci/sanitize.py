@@ -1,6 +1,6 @@
 """Runs every kernel once on small shapes, for compute-sanitizer: `compile` fills the cache, `run` calls the library.
 
-`run 3/8` makes a part of the calls: the share of the fourth of eight concurrent processes. `run-generic` leaves out
+`run 3/8` makes a part of the calls, for the fourth of eight concurrent processes. `run-generic` leaves out
 calls with sm90 kernels, as initcheck does not track writes by TMA. `run-short` leaves out calls in which a thread block
 takes many work tiles, as racecheck does not track the release of their slots (L41).
 

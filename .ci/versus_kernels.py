@@ -133,7 +133,7 @@ def dropout_calls(arch: str) -> dict[str, list[Any]]:
     return calls
 
 
-# What is compared: in a process for each tree.
+# Figures and digests of kernels: computed in a process for each tree.
 
 
 def run(part: str, trees: list[Path], archs: list[str], folder: Path, text: str) -> dict[str, Any]:

@@ -26,13 +26,13 @@ class CupyLibrary(GpuLibrary):
         return True
 
     def spec(self, name: str, array: Any) -> ArraySpec:
-        # A contiguous array gets packed strides: axes of length 1 and all axes of an empty array may have any stride,
-        # and `_key` ignores these strides.
         if any([stride % (array.itemsize or 1) for stride in array.strides]):
             raise UnsupportedError(
                 f"{name} has strides of {array.strides} bytes, no multiples of the {array.itemsize} of an element; "
                 "give a copy of it"
             )
+        # A contiguous array gets packed strides: axes of length 1 and all axes of an empty array may have any stride,
+        # and `_key` ignores these strides.
         strides = packed_strides(array.shape) if array.flags.c_contiguous else element_strides(array)
         return ArraySpec(array.shape, strides, dtype_name(array.dtype), f"cuda:{array.data.device_id}", self.name)
 

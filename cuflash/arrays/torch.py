@@ -84,7 +84,7 @@ class TorchLibrary(GpuLibrary):
         return partial(self._torch.empty, shape, dtype=self._dtypes[dtype], device=ordinal)
 
     def check_type(self, name: str, array: Any) -> None:
-        # FakeTensor, DTensor, nested and quantised tensors have no memory of their own: data_ptr() is 0.
+        # FakeTensor, DTensor, nested and quantised tensors have no memory: data_ptr() is 0.
         if type(array).__torch_dispatch__ is not self._torch.Tensor.__torch_dispatch__:
             raise UnsupportedError(f"{name} is a torch {type(array).__name__}; give the plain tensor it stands for")
 
