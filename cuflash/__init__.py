@@ -6,9 +6,11 @@ Example::
     out = cuflash.forward(q, k, v, score_mod=cuflash.mods.alibi(heads))    # or scores and masks of your own
 """
 
+from . import interrupt as interrupt  # why first: Ctrl-C may come while the rest is imported
+
+# isort: split
 from typing import TYPE_CHECKING, Any
 
-from . import interrupt as interrupt  # why first: Ctrl-C may come while the rest is imported
 from . import mods as mods  # why: cuflash.mods is for users, and the other packages are not
 from .errors import CompileError, ProblemError, UnsupportedError
 from .ops.append import append_kv

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import ProblemError, UnsupportedError
-from .interrupt import INTERRUPTED, STOPPED, raises_error
+from .interrupt import INTERRUPTED, STOPPED, ends_process, raises_error
 from .tools import info, warmup
 from .tools import selftest as selftest
 from .tools.bench import accuracy
@@ -50,8 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     this machine cannot run the command; 130 if Ctrl-C ended it.
     """
     try:
-        raises_error()
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        try:
+            raises_error()
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            ends_process()  # why: Python's own end runs what packages have registered for it, and waits for threads
     except KeyboardInterrupt:
         print(STOPPED, file=sys.stderr)
         return INTERRUPTED

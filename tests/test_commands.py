@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import ROOT
+from workers import ROOT, run_python
 
 from cuflash import __version__, interrupt, units
 from cuflash.__main__ import COMMANDS, main
@@ -112,6 +112,52 @@ def test_ctrl_c_ends_its_work_without_a_traceback(command: str, tmp_path: Path) 
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 130, done.stderr
     assert done.stderr.rstrip().endswith("cuflash: stopped")
+
+
+# Takes the place of `python -m cuflash`, as the arguments of the process show it before the package is imported.
+COMMAND = """
+import sys
+sys.orig_argv, sys.argv = ["python", "-m", "cuflash"], ["-m"]
+"""
+# Prints each module that is imported while Ctrl-C prints a traceback.
+UNGUARDED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # why: a shell's background ignores it
+
+class Finder:
+    def find_spec(self, name, *_):
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            print(name)
+
+sys.meta_path.insert(0, Finder())
+for name in ("signal", "enum"):
+    del sys.modules[name]
+import cuflash
+"""
+# Ends as slowly as packages that have much to release.
+ENDING = """
+import atexit, time
+from cuflash.__main__ import main
+
+def wait():
+    print("ready", flush=True)
+    time.sleep(3600)
+
+atexit.register(wait)
+sys.exit(main(["--version"]))
+"""
+
+
+@of_posix
+def test_ctrl_c_has_its_handler_before_anything_is_imported() -> None:
+    printed = run_python("-c", COMMAND + UNGUARDED)
+    assert printed.split() == ["cuflash", "cuflash.interrupt"]
+
+
+@of_posix
+def test_ctrl_c_ends_the_end_of_a_command_without_a_traceback() -> None:
+    done = interrupted("-c", COMMAND + ENDING)
+    assert (done.returncode, done.stderr) == (130, "cuflash: stopped\n")
 
 
 @of_posix
