@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from types import ModuleType
@@ -16,6 +17,7 @@ from .tools import selftest as selftest
 from .tools.bench import accuracy
 from .tools.bench import run as bench
 
+UNREAD = 141  # as a shell counts a program that SIGPIPE has ended
 GUIDE = """\
 cuflash {version}: FlashAttention for every array library.
 
@@ -47,17 +49,38 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command, or prints which there are; the exit code is 0 if all is well, 2 for bad usage.
 
     It is 1 if the benchmark or the self-test found a wrong output, an error is too large, a kernel did not compile, or
-    this machine cannot run the command; 130 if Ctrl-C ended it.
+    this machine cannot run the command; 130 if Ctrl-C ended it; 141 if the reader of its output ended first, as `head`
+    does.
     """
     try:
         try:
+            return _until_interrupted(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            print(end="", flush=True)  # why here: argparse passes over this error, and Python reports it at its end
+    except BrokenPipeError:
+        _drop_unread_output()
+        return UNREAD
+
+
+def _until_interrupted(arguments: list[str]) -> int:
+    try:
+        try:
             raises_error()
-            return _run(sys.argv[1:] if arguments is None else arguments)
+            return _run(arguments)
         finally:
             ends_process()  # why: Python's own end runs what packages have registered for it, and waits for threads
     except KeyboardInterrupt:
         print(STOPPED, file=sys.stderr)
         return INTERRUPTED
+
+
+def _drop_unread_output() -> None:
+    """Replaces pipes that their readers have closed, as Python reports at its end what it cannot write."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(arguments: list[str]) -> int:

@@ -179,6 +179,43 @@ def test_the_process_of_a_command_is_told_from_others(command_line: str, argumen
     assert interrupt.is_command(command_line.split(), arguments.split()) is expected
 
 
+# In place of what takes long in a command: it has its result at once.
+AT_ONCE = """
+import sys
+from cuflash.__main__ import main
+from cuflash.runtime import compiler
+from cuflash.testing.arrays import NumpyArrays
+from cuflash.tools import info
+from cuflash.tools.bench import accuracy, report, run
+
+compiler.nvrtc_version, compiler.is_cached, compiler.cubin = lambda: (13, 0), lambda variant: False, lambda variant: b""
+run.bench = lambda arrays, options: report.Report(info.machine(), "numpy", "quick", {}, command="")
+run.find = accuracy.find = lambda: (NumpyArrays(), "")
+accuracy.settings = lambda *_: ()
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a closed pipe of POSIX")
+@pytest.mark.parametrize(("command", "unbuffered", "stderr"), [
+    ("", "", True), ("--help", "", True), ("info", "", True), ("info", "1", False), ("bench quick", "", True),
+    ("accuracy", "1", True), ("warmup --device sm_80", "", True), ("warmup --device sm_80", "", False),
+    ("selftest --problems 1", "", True),
+])  # fmt: skip
+def test_a_command_whose_reader_has_ended_ends_quietly(
+    command: str, unbuffered: str, stderr: bool, tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    variables = {"PYTHONUNBUFFERED": unbuffered, "CUFLASH_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = [sys.executable, "-c", AT_ONCE, *command.split()]
+    streams = {"stdout": writing, "stderr": subprocess.PIPE if stderr else writing}
+    done = subprocess.run(process, **streams, env=os.environ | variables, timeout=600, check=False)
+    os.close(writing)
+    assert done.returncode == 141
+    assert b"Broken" not in (done.stderr or b""), done.stderr
+
+
 @pytest.mark.parametrize(("size", "message"), [
     (0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (10 * 1024 + 600, "11 KiB"),
     (1023.7 * 1024, "1 MiB"), (9.96 * 2**20, "10 MiB"), (232 * 2**20, "232 MiB"), (5.25 * 2**30, "5.2 GiB"),
