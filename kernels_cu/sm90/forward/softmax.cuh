@@ -13,9 +13,8 @@
 // bfloat16: the weight of a row's maximum is 2^-kBias when the maximum is computed, and a lane's sum stays under
 // kSumLimit. So the sum of a row is always under 1, and p v under the largest |v|.
 //
-// float16: the weight of the maximum
-// is 1, and a lane's sum over one tile is at most 2^14. So weights stay in the range of float16, which ends at 65504. p
-// v stays small in float32, as v is under 65504, too.
+// float16: the weight of the maximum is 1, and a lane's sum over one tile is at most 2^14. So weights stay in the range
+// of float16, which ends at 65504, and p v is small in float32, as v is below 65504.
 constexpr float kBias = kIsFloat16 ? 0.0f : 28.0f;
 constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
 // The initial shift of a row. It is finite, so that exp2(-inf - shift) is 0 and the first score overflows. Scores of a
