@@ -237,7 +237,7 @@ struct ForwardMainloop : Consumer {
   }
 
   // Skips a key tile that is fully masked for this warpgroup; returns false if the tile must be computed. The last tile
-  // is never skipped, as its p v runs with the next work tile. A later step issues its p v even if p is 0: a condition
+  // is never skipped, as its p v runs with the next work tile. The step after it issues p v even if p is 0: a condition
   // there would make wgmma wait.
   __device__ __forceinline__ bool skips_tile(Step& step, const GroupKeys& keys) {
     if constexpr (kBlockSparse) {

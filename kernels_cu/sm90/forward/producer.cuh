@@ -7,7 +7,7 @@
 #include "scheduler.cuh"
 #include "varlen_producer.cuh"
 
-// A warp that publishes work tile i. All lanes call, and one thread pushes.
+// A warp that publishes work tiles. All lanes call `push`, and one thread writes.
 struct WorkPusher : Role {
   template <class AnyWork>
   __device__ __forceinline__ void push(unsigned i, const AnyWork& work) const {

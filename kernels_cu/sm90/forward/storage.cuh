@@ -210,7 +210,7 @@ struct Addresses {
   // Initialises the barriers. One thread calls, before any other thread uses them.
   __device__ void init_barriers() const {
     constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
-    constexpr int kQCopiers = kDecode ? 32 : 1;   // lanes that copy q, each of which arrives (L41)
+    constexpr int kQCopiers = kDecode ? 32 : 1;   // lanes that copy q; each arrives (racecheck, L41)
     for (int i = 0; i < kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1);
     for (int i = 0; i < kQStages; ++i) {
       for (int g = 0; g < kNumConsumers; ++g) {

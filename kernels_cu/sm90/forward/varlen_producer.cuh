@@ -15,9 +15,8 @@ struct VarlenProducer {
 
   __device__ __forceinline__ VarlenProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
 
-  // Requests the next work tile if it is due before key tile n of work tile i. The request is late, as bursts of copies
-  // cost (L19), but two tiles before the end, as long as scheduling takes. Splits of decode are short: they request at
-  // once.
+  // Requests the next work tile if it is due before key tile n of work tile i. Early requests cause bursts of copies,
+  // which cost (L19). But scheduling takes as long as two tiles, and splits of decode are short.
   __device__ __forceinline__ void request_work_at(int n, unsigned i, const TileRange& tiles) const {
     const int at = kDecode                     ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)

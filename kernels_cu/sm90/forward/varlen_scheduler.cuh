@@ -78,7 +78,7 @@ struct VarlenTileScheduler : WorkCounter {
 
  private:
   static constexpr unsigned kSingles = 4;
-  // The first 16-byte pieces of a work tile, which are computed after the others.
+  // The number of 16-byte pieces, at the start of a work tile, that are computed last.
   static constexpr int kFoundLast = kBlockSparse ? 2 : 1;
   // Other head dims have short work tiles, where a tail costs up to 2 %.
   static constexpr bool kHasTail = kHeadDim > 128;
