@@ -1,5 +1,5 @@
-// Backward on Hopper (FlashAttention-2, arXiv 2307.08691, algorithm 2): dk and dv of key blocks over the queries that
-// see them, and these keys' contribution to dq.
+// Backward on Hopper: dk and dv of key blocks over the queries that see them, and these keys' contribution to dq.
+// (FlashAttention-2, arXiv 2307.08691, algorithm 2.)
 //
 //   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
 //   p = exp2(s c - lse)       ds = p (dp - delta) slope, with the slope of common/score.cuh; with mods: mod_step.cuh

@@ -15,7 +15,7 @@ __device__ __forceinline__ void touch(const KernelParams& params) {
   for (unsigned at = 0; at < sizeof(KernelParams) / 4; at += 16) asm volatile("" ::"r"(words[at]));
 }
 
-// Prefetches lengths to L2: the scheduler warp reads the lengths of keys only after those of queries.
+// Prefetches lengths to L2: the scheduler warp reads lengths of keys only after lengths of queries.
 __device__ __forceinline__ void fetch_lengths(const ProblemParams& p) {
   const int at = threadIdx.x % 32 * 32;
   auto fetch = [&](const int* lengths) {

@@ -1,5 +1,5 @@
-// The steps of backward on Hopper under a mask_mod. One warp of a thread block finds the tiles that are not empty, and
-// pushes them to the other warps through a ring in shared memory.
+// The steps of backward on Hopper under a mask_mod. One warp of a thread block finds the visible tiles, and pushes them
+// to the other warps through a ring in shared memory.
 #pragma once
 #include "../../common/mask_tiles.cuh"
 #include "../../ptx/ldmatrix.cuh"

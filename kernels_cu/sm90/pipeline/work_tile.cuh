@@ -143,7 +143,7 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
   }
 };
 
-// One split of the keys of a query block. Its rows are those of a group's heads: row r is query r / heads_per_kv of
+// One split of the keys of a query block. Its rows hold all heads of a group: row r is query r / heads_per_kv of
 // head r % heads_per_kv of the group. `head` is the kv head.
 struct alignas(16) DecodeWork : VarlenQueryWork {
   int split, num_splits;  // of the query block
