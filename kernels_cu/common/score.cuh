@@ -67,7 +67,7 @@ struct Score {
       }
       inverse_cap = 0.0f;
     }
-    asm volatile("" : "+f"(inverse_cap));  // opaque: a compiler that knows the 0 might emit two arms
+    asm volatile("" : "+f"(inverse_cap));  // opaque: with a constant 0 the compiler might emit two arms
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       s[i] = polynomial(s[i], inverse_cap);
