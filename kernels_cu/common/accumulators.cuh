@@ -1,6 +1,6 @@
 // Float32 accumulators of backward in global memory. They have the order of the fragments that are added to them, so
-// that additions need no shuffles (L39): (heads, strips of 16 rows, blocks of 16 columns, 2 fragments of 8 columns, 128
-// floats).
+// that additions need no shuffles (L39). Their axes are (heads, strips of 16 rows, blocks of 16 columns, 2 fragments of
+// 8 columns, 128 floats).
 #pragma once
 
 constexpr int kFragmentFloats = 128;                 // a fragment of 16 x 8

@@ -50,8 +50,8 @@ struct Mask {
     return transposed().key_range(key_begin, key_end);
   }
 
-  // True if each query sees each key, so that the tile needs no mask. kEndRows: the queries may include rows after the
-  // last one, which see nothing.
+  // True if each query sees each key, so that the tile needs no mask. With kEndRows the queries may include rows after
+  // the last one, which see nothing.
   template <bool kEndRows = false>
   __device__ constexpr bool all_visible(Range rows, Range keys) const {
     const Range full = full_range(rows.begin, rows.end);

@@ -52,8 +52,8 @@ struct Score {
   // The largest |product / cap| for which the polynomial is accurate.
   static constexpr float kSmall = 0.5f;
 
-  // Computes tanh only if one of the warp's products exceeds half the cap: it takes two MUFU operations, at an eighth
-  // of the rate of others. The polynomial (error up to 7e-7 of the result) always follows, and is then the identity. A
+  // Computes tanh only if one of the warp's products exceeds half the cap: tanh takes two MUFU operations, at an eighth
+  // of the usual rate. The polynomial (error up to 7e-7 of the result) always follows, and is then the identity. A
   // branch with two arms costs 5 % where products are small.
   template <int kCount>
   __device__ __forceinline__ void cap_piece(float* s) const {

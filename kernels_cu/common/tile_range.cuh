@@ -34,7 +34,7 @@ struct AscendingTiles : TileRange {
   __device__ constexpr bool has(int n) const { return n < end; }
 };
 
-// Tiles from the last to the first, for thread blocks that own queries: under a causal mask the masked tiles come
+// Tiles from the last to the first, for thread blocks that own queries. Under a causal mask the masked tiles then come
 // first, and the unmasked ones are consecutive.
 struct DescendingTiles : TileRange {
   __device__ constexpr DescendingTiles(TileRange tiles) : TileRange(tiles) {}

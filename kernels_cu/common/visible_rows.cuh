@@ -82,8 +82,8 @@ struct alignas(16) VisibleBlock : VisibleRows, ListedSeqlens {
 };
 static_assert(sizeof(VisibleBlock) == (kListsSeqlens ? 80 : 64), "the host reserves this much for each");
 
-// Assignment of listed key blocks, counted over the list and kv heads, to thread blocks: the first `whole` key blocks
-// get one each, all others get `parts`.
+// Assignment of key blocks, counted over the list and kv heads, to thread blocks. The first `whole` key blocks get one
+// each, all others get `parts`.
 struct alignas(16) KeyShares {
   int listed, whole, parts, unused;
 };

@@ -2,9 +2,9 @@
 //
 //   delta = rowsum(dout ∘ out) - dlse        lse * log2(e), or lse for float32; inf where a query sees nothing
 //
-// It also prepares sums over thread blocks: it zeroes the accumulator of dq or, for kernels with semaphores, the
-// semaphores and the rows of dq that those kernels skip. For kernels that walk block lists of variable-length sequences
-// it writes the lists, and zeroes the rows of dk and dv that they skip (key_blocks.cuh).
+// It also prepares sums over thread blocks. It zeroes the accumulator of dq or, for kernels with semaphores, these and
+// the rows of dq that such kernels skip. For kernels that walk block lists of variable-length sequences it writes the
+// lists, and zeroes the rows of dk and dv that they skip (key_blocks.cuh).
 //
 // Roles    8 threads own a query; a thread block owns 32 queries, of one head after the other. With block lists, the
 //          first thread block writes the key list, if there is one, and each of the next ones owns a slot.

@@ -1,5 +1,5 @@
-// Steps of key blocks in Hopper's backward under a mask_mod, and the order of the key blocks: most steps first, so that
-// the last ones end at about the same time.
+// Steps of key blocks in Hopper's backward under a mask_mod, and the order of the key blocks. Most steps come first, so
+// that the last ones end at about the same time.
 #pragma once
 #include "../common/mask_tiles.cuh"
 #include "../common/query_tiles.cuh"

@@ -17,7 +17,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
 }
 
 // Arrives once for a warp that has read what it waited for. `is_leader` is true in one lane. __syncwarp orders the
-// lanes before it: an arrival does not wait for earlier loads of its warp (L40), and racecheck follows lanes (L41).
+// lanes before it, because an arrival does not wait for earlier loads of its warp (L40), and racecheck counts lanes
+// (L41).
 __device__ __forceinline__ void mbarrier_arrive_warp(unsigned barrier, bool is_leader) {
   __syncwarp();
   if (is_leader) mbarrier_arrive(barrier);

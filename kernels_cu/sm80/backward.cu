@@ -1,5 +1,5 @@
-// Backward (FlashAttention-2, arXiv 2307.08691, algorithm 2) for one block of keys of one kv head, over all queries of
-// its query heads: dk, dv, and this block's terms of dq.
+// Backward (FlashAttention-2, arXiv 2307.08691, algorithm 2) for one block of keys of one kv head, over its query
+// heads: dk, dv, and this block's terms of dq.
 //
 //   s = k qᵀ, dp = v doutᵀ      per query tile, transposed: rows are keys
 //   p = exp(s - lse)            ds = p (dp - delta) slope      in registers, see pointwise.cuh

@@ -1,7 +1,7 @@
 // The pointwise step of backward, from s and dp to weights p and ds.
 //   p = exp(s - lse)   ds = p (dp - delta) slope
-// The slope is the softcap's (common/score.cuh) times the score_mod's. Dropout acts inside the step: dp is dropped and
-// scaled before ds is computed, p is dropped after it. lse and delta need no change for dropout, and lse includes a
+// The slope is the softcap's (common/score.cuh) times the score_mod's. Dropout acts inside the step. dp is dropped and
+// scaled before ds is computed; p is dropped after that. lse and delta need no change for dropout, and lse includes a
 // sink.
 #pragma once
 #include "../common/dropout.cuh"

@@ -75,7 +75,7 @@ struct WarpTable {
     else first[place] += x;
   }
 
-  // Adds the values of lanes with equal indices, in an order that depends only on the lane numbers; the first lane adds
+  // Adds the values of lanes with equal indices, in an order that depends only on the lane numbers. The first lane adds
   // the sum to the table. In each round a lane takes the sum of the next lane of its index; every other lane is then
   // done.
   __device__ __forceinline__ void add_of_lanes(int place, float x) const {
