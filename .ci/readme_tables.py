@@ -1,7 +1,7 @@
-"""Figures in README.md and examples/results/README.md, from the files under examples/results.
+"""Writes the figures of README.md, the guide and examples/results/README.md from the files under examples/results.
 
-`readme_tables.py` writes the figures, and `readme_tables.py --check` fails if they differ from the files. In README.md
-they are between `<!-- NAME -->` and `<!-- end -->`; the other document is written as a whole.
+`readme_tables.py --check` compares instead, and exits with 1 if a figure differs. In README.md and the pages of
+examples/guide, figures are between `<!-- NAME -->` and `<!-- end -->`; the other document is written as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from cuflash.tools.bench import accuracy as of_errors
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "examples" / "results"
+README, GUIDE, RESULTS = ROOT / "README.md", ROOT / "examples" / "guide", ROOT / "examples" / "results"
 GPUS = ("h200", "h100")  # folders; README.md shows the first that has a file
 KINDS: dict[str, Callable[[str], bool]] = {  # kinds of models; the first that matches counts
     "language models, training": lambda name: name.endswith(", training"),
@@ -185,6 +185,13 @@ def calls(gpu: str) -> str:
     return f"{table(('host time of a repeated call', ''), host)}\n\n{table(('first call in a process', ''), first)}"
 
 
+def installed(stack: str, kind: str = "bytes", unit: str = "MB") -> str:
+    """Returns the size of a stack that pip downloads or installs. kind: the name of a column of the file."""
+    rows = json.loads((RESULTS / "install.json").read_text("utf-8"))["rows"]
+    size = next(row[kind] for row in rows if row["stack"] == stack)
+    return f"{size / 1e6:.0f} MB" if unit == "MB" else f"{size / 1e9:.1f} GB"
+
+
 def install() -> str:
     """Returns a table of megabytes that pip downloads and installs."""
     rows = json.loads((RESULTS / "install.json").read_text("utf-8"))["rows"]
@@ -223,7 +230,7 @@ def accuracy_in_words() -> str:
     plain = span(chosen_ratios("16 bits", lambda op, size: size <= low))
     between = span(chosen_ratios("16 bits", lambda op, size: op == "forward" and low < size < high))
     largest = max(chosen_ratios("16 bits", lambda op, size: size > low and (op == "backward" or size >= high)))
-    return filled(
+    return (
         f"On one {card('', 'accuracy')}, in 16 bits ours are {plain} times the largest of theirs where scores have "
         f"size 1, and up to {largest:.2f} times where they are larger, so that one key outweighs the others, but for "
         f"forward with scores of size 3, {between} times; in float32 (three TF32 products) "
@@ -286,12 +293,14 @@ def speeds() -> str:
         f"{versions['torch']}'s flash and cuDNN ({versions['cuDNN']}) backends and FlashAttention-4 "
         f"{versions['FlashAttention-4']}: {'; '.join(means)}."
     )
-    return f"{filled(text)}\n\n{speed(gpu, ops, (1024, 4096, 16384))}"
+    return f"{text}\n\n{speed(gpu, ops, (1024, 4096, 16384))}"
 
 
 def filled(text: str) -> str:
-    """Returns prose wrapped to the line length of README.md."""
-    return textwrap.fill(text, 176, break_long_words=False, break_on_hyphens=False)
+    """Returns a text with its paragraphs wrapped at 120 columns, except tables."""
+    paragraphs = text.split("\n\n")
+    wrap = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(each if each.startswith("|") else wrap(each) for each in paragraphs)
 
 
 def first_calls(kind: str) -> str:
@@ -335,27 +344,44 @@ PLACES: dict[str, Callable[[], str]] = {
     "compiled by FlashAttention-4": partial(first_calls_of_peer, "FlashAttention-4", 1.0, "s"),
     "first of PyTorch": partial(first_calls_of_peer, "torch flash", 1e3, "ms"),
     "accuracy": accuracy_in_words,
+    "download": partial(installed, "cuflash[cuda13]"),
+    "download of cuda12": partial(installed, "cuflash[cuda12]"),
+    "download beside PyTorch": partial(installed, "cuflash[cuda13]", "bytes_beside_torch"),
+    "download of FlashAttention-4": partial(installed, "flash-attn-4", "bytes_beside_torch"),
+    "download of PyTorch": partial(installed, "torch", unit="GB"),
+    "on disk": partial(installed, "cuflash[cuda13]", "bytes_on_disk"),
 }
 PLACE = re.compile(r"(<!-- ([\w -]+) -->(\n?)).*?<!-- end -->", re.DOTALL)
 
 
-def with_figures(text: str) -> str:
-    """Returns the text of README.md with the figures of the files."""
-    names = {match[1] for match in PLACE.findall(text)}
-    if names != PLACES.keys():
-        sys.exit(f"README.md has places for {sorted(names)}, but there are figures for {sorted(PLACES)}")
-    return PLACE.sub(lambda match: f"{match[1]}{PLACES[match[2]]()}{match[3]}<!-- end -->", text)
+def with_figures(path: Path) -> str:
+    """Returns the text of a page with the figures of the files. Figures on separate lines are wrapped."""
+
+    def figure(match: re.Match[str]) -> str:
+        if match[2] not in PLACES:
+            sys.exit(f"{path.name} has a place for {match[2]!r}, but there are figures for {sorted(PLACES)}")
+        text = PLACES[match[2]]()
+        return f"{match[1]}{filled(text) if match[3] else text}{match[3]}<!-- end -->"
+
+    return PLACE.sub(figure, path.read_text("utf-8"))
+
+
+def is_alike(path: Path, text: str) -> bool:
+    """Returns True if a page has this text, apart from line breaks."""
+    return path.read_text("utf-8").split() == text.split()
 
 
 def main() -> None:
-    readme, other = ROOT / "README.md", RESULTS / "README.md"
-    text = readme.read_text("utf-8")
-    texts = {readme: with_figures(text), other: details()}
+    pages = [README, *sorted(GUIDE.glob("*.md"))]
+    texts = {path: with_figures(path) for path in pages} | {RESULTS / "README.md": details()}
+    shown_names = {match[2] for path in pages for match in PLACE.finditer(texts[path])}
+    if unused := PLACES.keys() - shown_names:
+        sys.exit(f"no page has a place for {sorted(unused)}")
     if sys.argv[1:] == ["--check"]:
-        off = [path.name for path, expected in texts.items() if path.read_text("utf-8") != expected]
+        off = [path.relative_to(ROOT).as_posix() for path, text in texts.items() if not is_alike(path, text)]
         sys.exit(f"{off} differ from the files under examples/results: run .ci/readme_tables.py" if off else 0)
-    for path, expected in texts.items():
-        path.write_text(expected, "utf-8")
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ Example::
     out = cuflash.forward(q, k, v, score_mod=cuflash.mods.alibi(heads))    # or scores and masks of your own
 """
 
+from . import interrupt as interrupt  # first: Ctrl-C may come during the imports below
+
+# isort: split
 from typing import TYPE_CHECKING, Any
 
-from . import interrupt as interrupt  # first: Ctrl-C may come during the imports below
 from . import mods as mods  # public, unlike the other packages
 from .errors import CompileError, ProblemError, UnsupportedError
 from .ops.append import append_kv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from types import ModuleType
@@ -10,12 +11,13 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import ProblemError, UnsupportedError
-from .interrupt import INTERRUPTED, STOPPED, raises_error
+from .interrupt import INTERRUPTED, STOPPED, ends_process, raises_error
 from .tools import info, warmup
 from .tools import selftest as selftest
 from .tools.bench import accuracy
 from .tools.bench import run as bench
 
+UNREAD = 141  # 128 + SIGPIPE: the exit code that shells report if the reader of a pipe has ended
 GUIDE = """\
 cuflash {version}: FlashAttention for every array library.
 
@@ -47,14 +49,37 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command, or prints the list of commands; returns the exit code.
 
     0: success. 1: a wrong output, an error above its limit, a kernel that did not compile, or a command that this
-    machine cannot run. 2: bad usage. 130: ended by Ctrl-C.
+    machine cannot run. 2: bad usage. 130: ended by Ctrl-C. 141: the reader of the output ended first, as `head` does.
     """
     try:
-        raises_error()
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        try:
+            return _until_interrupted(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            print(end="", flush=True)  # raises BrokenPipeError here: argparse ignores it, and Python reports it at exit
+    except BrokenPipeError:
+        _drop_unread_output()
+        return UNREAD
+
+
+def _until_interrupted(arguments: list[str]) -> int:
+    try:
+        try:
+            raises_error()
+            return _run(arguments)
+        finally:
+            ends_process()  # covers Python's exit, which runs the exit functions of packages and waits for threads
     except KeyboardInterrupt:
         print(STOPPED, file=sys.stderr)
         return INTERRUPTED
+
+
+def _drop_unread_output() -> None:
+    """Replaces pipes with closed readers by os.devnull, as Python reports failed writes at exit."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(arguments: list[str]) -> int:

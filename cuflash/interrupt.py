@@ -1,15 +1,15 @@
-"""Ctrl-C during the imports of a command: ends the process with one line and without a traceback.
+"""Ctrl-C before and after the work of a command: ends the process with one line, exit code 130 and no traceback.
 
-Importing this module, the first of the package, replaces Python's SIGINT handler if `cuflash` runs as a command; `main`
-in `__main__.py` restores it. A handler is needed because no `try` surrounds the imports of the package, and because an
-import may swallow or print a KeyboardInterrupt.
+Importing this module, the first of the package, replaces Python's SIGINT handler if `cuflash` runs as a command. `main`
+in `__main__.py` restores Python's handler while it works, and sets this one again at its end. A handler is needed
+because no `try` surrounds the imports of the package, and because an import may swallow or print a KeyboardInterrupt.
+Python's start before that, about 10 ms, prints Python's message.
 """
 
-from __future__ import annotations
-
+# Not signal, which imports enum: until the handler is set, only modules that are already loaded are imported.
+import _signal  # type: ignore[import-not-found]
 import os
 import sys
-from contextlib import suppress
 
 INTERRUPTED = 130  # 128 + SIGINT: the exit code that shells report after Ctrl-C
 STOPPED = "cuflash: stopped"
@@ -30,23 +30,28 @@ def is_command(command_line: list[str], arguments: list[str]) -> bool:
 
 
 def raises_error() -> None:
-    """Restores Python's handler, so that Ctrl-C raises KeyboardInterrupt."""
-    import signal
+    """Sets Python's handler in the process of a command, so that Ctrl-C raises KeyboardInterrupt."""
+    _replace(_stop, _signal.default_int_handler)
 
-    if signal.getsignal(signal.SIGINT) is _stop:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def ends_process() -> None:
+    """Sets the handler by which Ctrl-C ends the process of a command; changes nothing in other processes."""
+    if _IS_COMMAND:
+        _replace(_signal.default_int_handler, _stop)
+
+
+def _replace(old: object, new: object) -> None:
+    # Only the old handler is replaced: shells start background programs with SIGINT ignored, and that is kept.
+    if _signal.getsignal(_signal.SIGINT) is old:
+        _signal.signal(_signal.SIGINT, new)
 
 
 def _stop(*_: object) -> None:
-    # os.write, because the signal may have interrupted a write to sys.stderr.
-    with suppress(OSError):
-        os.write(2, f"{STOPPED}\n".encode())
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, f"{STOPPED}\n".encode())  # the signal may have interrupted a write to sys.stderr
+    finally:
+        os._exit(INTERRUPTED)
 
 
-if is_command(sys.orig_argv, sys.argv):
-    import signal  # imported for commands only
-
-    # Checked because shells start background programs with SIGINT ignored, and that is kept.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _stop)
+_IS_COMMAND = is_command(sys.orig_argv, sys.argv)  # at import: later, `sys.argv` has the path of the command's file
+ends_process()

@@ -20,6 +20,7 @@ pytest.register_assert_rewrite("hopper", "libraries", "refusals", "tensors", "wo
 from drivers import FakeDriver
 from integers import without_check_of_integers
 from libraries import memory_of_nan
+from order import slow_first
 from plans import for_any_gpu
 from variants import sampled
 
@@ -73,13 +74,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("variant", sampled(variants, metafunc.config.getoption("sample")))
 
 
+@pytest.hookimpl(trylast=True)  # why: the order is that of the tests which -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs a GPU where there is none, but for a list of all tests."""
+    """Leaves out what needs a GPU where there is none, but for a list of all tests; with -n, slow tests begin first."""
     of_gpu = [item for item in items if item.get_closest_marker("gpu") and not config.getoption("collectonly")]
     if of_gpu and (reason := no_gpu_reason()) is not None:
         config.hook.pytest_deselected(items=of_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         _note_left_out(config, f"{len(of_gpu)} tests were left out: {reason}. They hold every kernel against float64")
+    if worker := getattr(config, "workerinput", None):
+        items[:] = slow_first(items, _seconds, worker["workercount"])
+
+
+def _seconds(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("slow")
+    return float(marker.args[0]) if marker else 0.0
 
 
 def _note_left_out(config: pytest.Config, line: str) -> None:

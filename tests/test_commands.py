@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import ROOT
+from workers import ROOT, run_python
 
 from cuflash import __version__, interrupt, units
 from cuflash.__main__ import COMMANDS, main
@@ -114,6 +114,52 @@ def test_ctrl_c_ends_its_work_without_a_traceback(command: str, tmp_path: Path) 
     assert done.stderr.rstrip().endswith("cuflash: stopped")
 
 
+# Takes the place of `python -m cuflash`, as the arguments of the process show it before the package is imported.
+COMMAND = """
+import sys
+sys.orig_argv, sys.argv = ["python", "-m", "cuflash"], ["-m"]
+"""
+# Prints each module that is imported while Ctrl-C prints a traceback.
+UNGUARDED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # why: a shell's background ignores it
+
+class Finder:
+    def find_spec(self, name, *_):
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            print(name)
+
+sys.meta_path.insert(0, Finder())
+for name in ("signal", "enum"):
+    del sys.modules[name]
+import cuflash
+"""
+# Ends as slowly as packages that have much to release.
+ENDING = """
+import atexit, time
+from cuflash.__main__ import main
+
+def wait():
+    print("ready", flush=True)
+    time.sleep(3600)
+
+atexit.register(wait)
+sys.exit(main(["--version"]))
+"""
+
+
+@of_posix
+def test_ctrl_c_has_its_handler_before_anything_is_imported() -> None:
+    printed = run_python("-c", COMMAND + UNGUARDED)
+    assert printed.split() == ["cuflash", "cuflash.interrupt"]
+
+
+@of_posix
+def test_ctrl_c_ends_the_end_of_a_command_without_a_traceback() -> None:
+    done = interrupted("-c", COMMAND + ENDING)
+    assert (done.returncode, done.stderr) == (130, "cuflash: stopped\n")
+
+
 @of_posix
 def test_ctrl_c_is_left_alone_in_other_programs(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text(IMPORTED.replace("except BaseException:", "finally:"), "utf-8")
@@ -131,6 +177,43 @@ def test_ctrl_c_is_left_alone_in_other_programs(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_the_process_of_a_command_is_told_from_others(command_line: str, arguments: str, expected: bool) -> None:
     assert interrupt.is_command(command_line.split(), arguments.split()) is expected
+
+
+# In place of what takes long in a command: it has its result at once.
+AT_ONCE = """
+import sys
+from cuflash.__main__ import main
+from cuflash.runtime import compiler
+from cuflash.testing.arrays import NumpyArrays
+from cuflash.tools import info
+from cuflash.tools.bench import accuracy, report, run
+
+compiler.nvrtc_version, compiler.is_cached, compiler.cubin = lambda: (13, 0), lambda variant: False, lambda variant: b""
+run.bench = lambda arrays, options: report.Report(info.machine(), "numpy", "quick", {}, command="")
+run.find = accuracy.find = lambda: (NumpyArrays(), "")
+accuracy.settings = lambda *_: ()
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a closed pipe of POSIX")
+@pytest.mark.parametrize(("command", "unbuffered", "stderr"), [
+    ("", "", True), ("--help", "", True), ("info", "", True), ("info", "1", False), ("bench quick", "", True),
+    ("accuracy", "1", True), ("warmup --device sm_80", "", True), ("warmup --device sm_80", "", False),
+    ("selftest --problems 1", "", True),
+])  # fmt: skip
+def test_a_command_whose_reader_has_ended_ends_quietly(
+    command: str, unbuffered: str, stderr: bool, tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    variables = {"PYTHONUNBUFFERED": unbuffered, "CUFLASH_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = [sys.executable, "-c", AT_ONCE, *command.split()]
+    streams = {"stdout": writing, "stderr": subprocess.PIPE if stderr else writing}
+    done = subprocess.run(process, **streams, env=os.environ | variables, timeout=600, check=False)
+    os.close(writing)
+    assert done.returncode == 141
+    assert b"Broken" not in (done.stderr or b""), done.stderr
 
 
 @pytest.mark.parametrize(("size", "message"), [

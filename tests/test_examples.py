@@ -112,6 +112,7 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow(60)
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_on_a_gpu(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Import paths that users hold: names that README.md and examples/ show, and the modules for other frameworks."""
+"""Import paths that users hold: names that the README, the guide and examples show, and modules for frameworks."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from pages import CONTRIBUTING
 from variants import variants
 from workers import ROOT, need_checkout, run_python
 
@@ -111,7 +112,7 @@ def folder_of(name: str) -> str:
     parts = name.split("/")
     prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     folder = next((prefix for prefix in prefixes if prefix in LAYER_OF), None)
-    assert folder is not None, f"{name} has no layer: give its folder one here and in the map of README.md"
+    assert folder is not None, f"{name} has no layer: give its folder one here and in the map of CONTRIBUTING.md"
     return folder
 
 
@@ -191,7 +192,7 @@ def included(path: Path) -> list[Path]:
 @pytest.mark.parametrize("path", SOURCES, ids=short)
 def test_a_cuda_source_includes_lower_layers_only(path: Path) -> None:
     folder = path.parent.relative_to(KERNELS).as_posix()
-    assert folder in KERNEL_LAYERS, f"{folder} has no layer: give it one here and in the map of README.md"
+    assert folder in KERNEL_LAYERS, f"{folder} has no layer: give it one here and in the map of CONTRIBUTING.md"
     assert path.suffix == ".cuh" or folder in KERNEL_FOLDERS
     for other in included(path):
         assert other.is_file()
@@ -330,3 +331,19 @@ def test_the_public_names_are_there_and_documented() -> None:
     for name in cuflash.__all__:
         assert getattr(cuflash, name).__doc__
     assert list(cuflash.__all__) == sorted(cuflash.__all__)
+
+
+@pytest.mark.skipif(not CONTRIBUTING.is_file(), reason="the sdist has no .github")
+def test_the_map_of_contributing_has_all_layers() -> None:
+    text = CONTRIBUTING.read_text("utf-8").split("## Map of the tree")[1].split("\n## ")[0]
+    maps: list[dict[int, set[str]]] = []
+    for table in text.split("\n| layer |")[1:]:
+        maps.append({})
+        for layer, cell in re.findall(r"^\| (\d+) \| ([^|]*) \|", table, re.MULTILINE):
+            names = {name.removesuffix(".py").strip("/") for name in re.findall(r"`([^`]+)`", cell)}
+            maps[-1].setdefault(int(layer), set()).update(names)
+    of_package, of_kernels = maps
+    expected = {layer: {name.replace(".", "/") for name in names} for layer, names in LAYERS.items()}
+    expected[0] -= {"arrays/__init__"}
+    assert of_package == expected
+    assert {name: layer for layer, names in of_kernels.items() for name in names} == KERNEL_LAYERS

@@ -218,24 +218,29 @@ def _trusted_dir() -> Path:
     """Returns the folder of cubins; raises UnsupportedError if others may have written to it. It may not exist yet."""
     folder = cache_dir()
     try:
-        reason = _distrust(folder.stat())
+        status = folder.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except FileNotFoundError:
         return folder
     except OSError as error:
         raise _unusable(folder, error) from error
-    if reason:
-        raise UnsupportedError(f"the kernel cache {folder} is not trusted: {reason}; or {_WAY_OUT}")
+    if reason := _distrust(status):
+        # why not for a sticky folder: it is meant for all users, as /tmp is.
+        may_change = status.st_uid == _user() and not status.st_mode & stat.S_ISVTX
+        chmod = "run chmod go-w on it, or " if may_change else ""
+        raise UnsupportedError(f"the kernel cache {folder} is not trusted: {reason}; {chmod}{_WAY_OUT}")
     return folder
 
 
 def _distrust(status: os.stat_result) -> str:
-    """Returns why others may have written a file or a folder, and the way out; empty if this user or root wrote it."""
+    """Returns why others may have written a file or a folder; empty if this user or root wrote it."""
     user = _user()
     if user is None:
         return ""  # why: Windows protects the folders of a user by lists of its own, which the mode does not show
     if status.st_uid not in (user, ROOT):
-        return f"it belongs to user {status.st_uid}, neither to this user ({user}) nor to root; change its owner"
-    return "others than its owner may write to it; run chmod go-w on it" if status.st_mode & _OTHERS_WRITE else ""
+        return f"it belongs to user {status.st_uid}, neither to this user ({user}) nor to root"
+    return "others than its owner may write to it" if status.st_mode & _OTHERS_WRITE else ""
 
 
 def _user() -> int | None:

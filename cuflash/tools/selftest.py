@@ -17,7 +17,6 @@ from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..arrays.library import cupy_module
@@ -30,6 +29,7 @@ from ..testing.exact import Chosen, Counted
 from ..testing.memory import GuardedMemory
 from ..testing.varlen import Append, ModDense, ModVarlen, Several
 from . import arguments, info
+from .console import Console
 
 FAMILY = 8  # trials in a row that share what kernels depend on, because a new kernel compiles for seconds
 MOST_FAILURES = 5

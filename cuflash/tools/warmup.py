@@ -162,8 +162,9 @@ def _dense(op: str, dtype: str, head_dims: tuple[int, int], more: dict[str, Any]
 
 def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict[str, None]]:
     """Compiles the variants; returns the count of each outcome, and the errors. A terminal shows a progress bar."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from .console import Console
 
     watched = sys.stderr.isatty()
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)

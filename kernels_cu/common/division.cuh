@@ -1,12 +1,12 @@
-// Division of whole numbers in few instructions.
+// Integer division in few instructions.
 #pragma once
 #include "numeric.cuh"
 
-// Divides numbers that are not negative and have a quotient below 2^21. why not by the operator: its code is twice as
-// long, and all of it is read from memory once a launch (L50). The product is then at most one too large or too small.
+// Divides non-negative integers whose quotient is below 2^21; the estimated quotient is then off by at most one. The
+// division operator has twice as much code, which every launch reads from memory (cold code, L50).
 struct FastDivmod {
   int by;
-  float reciprocal;  // why kept: it is there before what is divided is known
+  float reciprocal;  // kept, so that it is ready before the dividend is known
 
   __device__ __forceinline__ FastDivmod(int number) : by(number), reciprocal(rcp_approx(static_cast<float>(number))) {}
 

@@ -1,13 +1,13 @@
-// Dropout: which weights are kept, by Philox4x32-10, exactly as in cuflash/reference/dropout.py. Key k of query q
-// belongs to the counter (4 (k / 32) + k % 8 / 2, q, head, sequence), and of its four words to half k % 2 of word k / 8
-// % 4. A weight is kept if these 16 bits are below kept_share, which is 1 to 2^16.
+// Dropout by Philox4x32-10, bit for bit as in cuflash/reference/dropout.py. Key k of query q belongs to the counter (4
+// (k / 32) + k % 8 / 2, q, head, sequence). Of its four words it takes half k % 2 of word k / 8 % 4. A weight is kept
+// if these 16 bits are below kept_share, which is 1 to 2^16.
 //
-// Weights that are not kept become zero. Those that are kept are multiplied by scale(). why the caller does that, where
-// it multiplies anyway: the weights of float16 might overflow.
+// Dropped weights become zero. Kept weights are multiplied by scale() later, at a point where the kernel multiplies
+// anyway: scaled at once, float16 weights might overflow.
 #pragma once
 #include "params.cuh"
 
-constexpr int kKeysOfCounters = 32;  // keys that neighbouring counters serve together, from a multiple of it on
+constexpr int kKeysOfCounters = 32;  // keys of a group of neighbouring counters; it begins at a multiple of this
 
 struct PhiloxWords {
   unsigned words[4];
@@ -25,7 +25,7 @@ __device__ __forceinline__ PhiloxWords philox(PhiloxWords x, unsigned key, unsig
   return x;
 }
 
-// Which registers of a fragment hold weights that are kept: a bit each.
+// The kept weights of a fragment: one bit per register.
 template <int kCount>
 struct Kept {
   unsigned bits[(kCount + 31) / 32] = {};
@@ -34,8 +34,8 @@ struct Kept {
   __device__ __forceinline__ void set(int i, bool kept) { bits[i / 32] |= static_cast<unsigned>(kept) << i % 32; }
 };
 
-// The weights of one query head of a sequence. Without dropout all are kept. why a template: other kernels than those
-// with mods have parameters without seed.
+// Dropout of one query head of a sequence; without dropout all weights are kept. A template, because the parameters of
+// kernels without mods have no seed.
 template <class Params>
 struct DropoutOf {
   const Params& mod_params;
@@ -47,29 +47,29 @@ struct DropoutOf {
     if constexpr (kDropout) seed[0] = __ldg(params.seed), seed[1] = __ldg(params.seed + 1);
   }
 
-  // What kept weights are multiplied by.
+  // Returns the factor of kept weights.
   __device__ __forceinline__ float scale() const {
     if constexpr (kDropout) return mod_params.kept_scale;
     else return 1.0f;
   }
 
-  // Whether one weight is kept.
+  // True if the weight is kept.
   __device__ __forceinline__ bool keeps(int query, int key) const {
     const PhiloxWords x = words_of(key / 32, key % 8 / 2, query);
-    const unsigned of_first = key / 8 % 2 == 0 ? x.words[0] : x.words[1];  // why no index: it would be one into memory
+    const unsigned of_first = key / 8 % 2 == 0 ? x.words[0] : x.words[1];  // selected: an index would need local memory
     const unsigned of_second = key / 8 % 2 == 0 ? x.words[2] : x.words[3];
     return is_kept(key / 16 % 2 == 0 ? of_first : of_second, key % 2);
   }
 
-  // Weights of a fragment whose rows are queries become zero where they are dropped. `rows` are the lane's two rows,
-  // `key` is the first column, a multiple of 16, and column_pair = lane % 4. kAligned: it is a multiple of 32.
+  // Zeroes the dropped weights of a fragment whose rows are queries. `rows` are the lane's two rows, `key` is the first
+  // column (a multiple of 16), and column_pair = lane % 4. kAligned: `key` is a multiple of 32.
   template <bool kAligned, int kCount, class Rows>
   __device__ __forceinline__ void drop(float (&weights)[kCount], Rows rows, int key, int column_pair) const {
     const auto zero_dropped = [&](int i, bool kept) { weights[i] = kept ? weights[i] : 0.0f; };
     if constexpr (kDropout) visit<kAligned, kCount>(rows, key, column_pair, zero_dropped);
   }
 
-  // The same registers as bits.
+  // Returns the kept weights of such a fragment as bits.
   template <bool kAligned, int kCount, class Rows>
   __device__ __forceinline__ Kept<kCount> kept(Rows rows, int key, int column_pair) const {
     Kept<kCount> result;
@@ -78,12 +78,13 @@ struct DropoutOf {
     return result;
   }
 
-  // The same for fragments of 16 keys, in rows, that follow each other from `key` on; `query` is the first column. All
-  // lanes of a warp call. why they exchange bits: a counter serves two neighbours among the keys, which two lanes have.
+  // Returns the kept weights of consecutive fragments of 16 keys whose rows are keys, from `key` on; `query` is the
+  // first column. All lanes of a warp call it: a counter serves two neighbouring keys, which two lanes hold, so the
+  // lanes exchange bits.
   template <bool kAligned, int kFragments, int kCount>
   __device__ __forceinline__ void kept_of_keys(Kept<kCount> (&kept)[kFragments], int key, int query, int lane) const {
     if constexpr (kDropout) {
-      constexpr int kStep = kAligned && kFragments % 2 == 0 ? 2 : 1;  // fragments that a counter serves
+      constexpr int kStep = kAligned && kFragments % 2 == 0 ? 2 : 1;  // fragments per counter
       const int row = lane / 4, is_odd = row % 2;
       const unsigned this_half = is_odd ? 0x7632 : 0x5410, other_half = is_odd ? 0x5410 : 0x7632;
 #pragma unroll
@@ -91,7 +92,7 @@ struct DropoutOf {
         const int first = key + 16 * m;
 #pragma unroll
         for (int j = 0; j < kCount / 4; ++j) {
-          // Of the two queries of these columns, the lane of an even key takes the first, that of an odd one the
+          // Of the two queries of these columns, the lane of an even key takes the first, the lane of an odd key the
           // second.
           const PhiloxWords x = words_of(first / 32, row / 2, query + 8 * j + 2 * (lane % 4) + is_odd);
 #pragma unroll
@@ -115,7 +116,8 @@ struct DropoutOf {
   }
 
   __device__ __forceinline__ bool is_kept(unsigned word, int half) const {
-    // why in the upper half of a word: what stands below decides nothing, so that every second weight is not moved.
+    // Compared in the upper half of a word: the lower half cannot change the result, so every second weight needs no
+    // shift.
     const unsigned last = (static_cast<unsigned>(mod_params.kept_share) << 16) - 1;
     return (half == 0 ? word << 16 : word) <= last;
   }

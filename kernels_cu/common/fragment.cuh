@@ -1,10 +1,10 @@
-// Accumulator fragments. A warp holds 16 x N floats as N / 2 registers a lane: register 4 j + 2 h + e is the element in
-// row lane / 4 + 8 h and column 8 j + 2 (lane % 4) + e. mma.sync (m16n8) and wgmma (m64nN, per warp) both give this
-// layout. A quad is the four lanes that hold the same rows.
+// Accumulator fragments. A warp holds 16 x N floats as N / 2 registers per lane: register 4 j + 2 h + e is the element
+// in row lane / 4 + 8 h and column 8 j + 2 (lane % 4) + e. mma.sync (m16n8) and wgmma (m64nN, per warp) both have this
+// layout. A quad is four lanes that hold the same rows.
 #pragma once
 #include "numeric.cuh"
 
-// threadIdx.x. why volatile: L4.
+// Returns threadIdx.x by a volatile read, so that ptxas does not hoist values that derive from it (L4).
 __device__ __forceinline__ int fresh_thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -21,7 +21,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The maximum of row h over this lane's columns. It passes over NaN, which the sum of the row shows.
+// Returns the maximum of row h over this lane's columns. NaN is ignored here; the sum of the row has it.
 template <int kCount>
 __device__ __forceinline__ float lane_row_max(const float (&s)[kCount], int h) {
   float m = fmaxf(s[2 * h], s[2 * h + 1]);
@@ -30,7 +30,7 @@ __device__ __forceinline__ float lane_row_max(const float (&s)[kCount], int h) {
   return m;
 }
 
-// Row h becomes exp2(s * scale_log2 - max_log2). The result is its sum over this lane's columns.
+// Replaces row h by exp2(s * scale_log2 - max_log2). Returns its sum over this lane's columns.
 template <int kCount>
 __device__ __forceinline__ float exponentiate_row(float (&s)[kCount], int h, float scale_log2, float max_log2) {
   float sum = 0.0f;
@@ -52,8 +52,8 @@ __device__ __forceinline__ void scale_row(float (&s)[kCount], int h, float facto
   for (int j = 0; j < kCount / 4; ++j) s[4 * j + 2 * h] *= factor, s[4 * j + 2 * h + 1] *= factor;
 }
 
-// Row h becomes zero. why not by a product: 0 * NaN is NaN, and a row that sees nothing shares a tile with rows that
-// may see a NaN.
+// Sets row h to zero. A product would not do: 0 * NaN is NaN, and a row without visible keys shares a tile with rows
+// that may see a NaN.
 template <int kCount>
 __device__ __forceinline__ void zero_row(float (&s)[kCount], int h) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// What the kernels of gradients of captured arrays share: results of any dtype, and sums that have one order.
+// Helpers for the gradients of captured arrays: stores of any dtype, and sums with a fixed order.
 #pragma once
 #include "../ptx/float_math.cuh"
 
-// The dtype of a captured array. The first three are those of DType.
+// The dtype of a captured array. The first three values are the values of DType.
 enum class NumberKind { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
 __device__ __forceinline__ void store_number(void* array, long long index, float x, int kind) {
@@ -14,7 +14,7 @@ __device__ __forceinline__ void store_number(void* array, long long index, float
   }
 }
 
-// The sum of all lanes of a warp, in all of them.
+// Returns the sum over all lanes of a warp, in every lane.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);

@@ -1,16 +1,16 @@
-// Which keys a query sees: the predicate and the ranges of the mask, with the names that the Python package gives them.
+// The mask: its predicate and its ranges of visible keys and queries, named as in the Python package.
 #pragma once
 #include "numeric.cuh"
 #include "range.cuh"
 
-// The queries of the two rows of a fragment that a lane has, where rows are queries that follow each other …
+// A lane's two queries of a fragment whose rows are consecutive queries.
 struct LaneQueries {
   int upper;
 
   __device__ constexpr int operator[](int half) const { return upper + 8 * half; }
 };
 
-// … and where they are any.
+// A lane's two queries of a fragment whose rows are arbitrary queries.
 struct AnyLaneQueries {
   int upper, lower;
 
@@ -19,7 +19,7 @@ struct AnyLaneQueries {
 
 struct Mask {
   int seqlen_q, seqlen_k;
-  int lo, hi;  // query i sees the keys i + lo … i + hi that exist
+  int lo, hi;  // query i sees the existing keys of i + lo … i + hi
 
   __device__ constexpr Mask(int num_queries, int num_keys, int first, int last)
       : seqlen_q(num_queries), seqlen_k(num_keys), lo(first), hi(last) {}
@@ -28,37 +28,39 @@ struct Mask {
     return i >= 0 && i < seqlen_q && j >= const_max(0, i + lo) && j < const_min(seqlen_k, i + hi + 1);
   }
 
-  // The mask with queries and keys exchanged: i sees j here if and only if j sees i there.
+  // Returns the mask with queries and keys exchanged: i sees j here if and only if j sees i in this mask.
   __device__ constexpr Mask transposed() const { return Mask(seqlen_k, seqlen_q, -hi, -lo); }
 
-  // The key after the last one that a query sees.
+  // Returns the end of the keys that a query sees.
   __device__ constexpr int end(int row) const { return const_min(seqlen_k, row + hi + 1); }
 
-  // Keys that at least one of the queries sees. Here and below a range whose end is not after its begin is empty.
+  // Returns the keys that at least one of the queries sees. Here and below a range is empty if its end is not after its
+  // begin.
   __device__ constexpr Range key_range(int row_begin, int row_end) const {
     return {const_max(0, row_begin + lo), const_min(seqlen_k, row_end + hi)};
   }
 
-  // Keys that all of the queries see.
+  // Returns the keys that all of the queries see.
   __device__ constexpr Range full_range(int row_begin, int row_end) const {
     return {const_max(0, row_end - 1 + lo), const_min(seqlen_k, row_begin + hi + 1)};
   }
 
-  // Queries that see at least one of the keys.
+  // Returns the queries that see at least one of the keys.
   __device__ constexpr Range row_range(int key_begin, int key_end) const {
     return transposed().key_range(key_begin, key_end);
   }
 
-  // Whether each of the queries sees each of the keys, so that a tile of them needs no mask. kEndRows: the queries may
-  // go past the last one, and those past it see nothing.
+  // True if each query sees each key, so that the tile needs no mask. With kEndRows the queries may include rows after
+  // the last one, which see nothing.
   template <bool kEndRows = false>
   __device__ constexpr bool all_visible(Range rows, Range keys) const {
     const Range full = full_range(rows.begin, rows.end);
     return keys.begin >= full.begin && keys.end <= full.end && (!kEndRows || rows.end <= seqlen_q);
   }
 
-  // Scores of a fragment of 16 queries that are not visible become `hidden`. `row` is the thread's upper row, `key` the
-  // first key, column_pair = lane % 4. kEndRows: queries past the last one see nothing. why not through keep: L9.
+  // Sets the masked scores of a fragment of 16 queries to `hidden`. `row` is the thread's upper row, `key` the first
+  // key, column_pair = lane % 4. kEndRows: queries after the last one see nothing. A loop of its own: through keep() d
+  // 32 spilled 8 bytes (L9).
   template <bool kEndRows = false, int kCount>
   __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair,
                                         float hidden = -infinity()) const {
@@ -79,20 +81,20 @@ struct Mask {
     }
   }
 
-  // Scores of keys after the last that the query sees become -inf.
+  // Sets scores of keys after the last visible one to -inf.
   template <int kCount, class Queries>
   __device__ __forceinline__ void apply_end(float (&s)[kCount], Queries rows, int key, int column_pair) const {
     keep(s, key, column_pair, [&](int half) { return Range{kNoBound, min(rows[half] + hi + 1, seqlen_k)}; });
   }
 
-  // Scores of keys before the first that the query sees become -inf.
+  // Sets scores of keys before the first visible one to -inf.
   template <int kCount, class Queries>
   __device__ __forceinline__ void apply_begin(float (&s)[kCount], Queries rows, int key, int column_pair) const {
     keep(s, key, column_pair, [&](int half) { return Range{rows[half] + lo, kNoBound}; });
   }
 
  private:
-  static constexpr int kNoBound = 0x7fffffff;  // a range is not bounded on this side
+  static constexpr int kNoBound = 0x7fffffff;  // the range has no bound on this side
 
   template <int kCount, class Visible>
   __device__ __forceinline__ static void keep(float (&s)[kCount], int key, int column_pair, Visible visible) {

@@ -1,24 +1,21 @@
-// Mask tiles: 64 queries x 64 keys, of which it is known whether a mask_mod shows nothing, a part, or all of them
-// (portable/block_mask.cu). Kernels pass over tiles in which nothing is seen, and do not ask the mask in tiles in which
-// all is seen.
+// Mask tiles: 64 queries x 64 keys, classified by portable/block_mask.cu as empty, partial or full under a mask_mod.
+// Kernels skip tiles without visible pairs, and do not evaluate the mask_mod in full tiles.
 #pragma once
 #include "params.cuh"
 #include "select.cuh"
 #include "tile_range.cuh"
 
 constexpr int kMaskTile = 64;
-// What is known of a mask tile. kHiddenTile: the mask of the problem hides it as a whole, so that it is both empty and
-// full.
+// The class of a mask tile. kHiddenTile: the mask of the problem hides all of it, so that it is both empty and full.
 enum MaskTileKind : signed char { kEmptyTile = 0, kPartialTile = 1, kFullTile = 2, kHiddenTile = 3 };
 
-// The mask tiles that tiles of a size can touch along one axis. why not those that they do touch: a number that is
-// known has loads that are on their way together.
+// Returns the most mask tiles that a tile of this size can touch along one axis. The count is a constant, so that all
+// loads of a tile are in flight together.
 __device__ constexpr int max_mask_tiles(int size) {
   return size % kMaskTile == 0 ? size / kMaskTile : kMaskTile % size == 0 ? 1 : size / kMaskTile + 2;
 }
 
-// The kinds of a tile's mask tiles: bit 4 r + k is whether there are some of kind k in the r-th mask tile along its
-// rows.
+// The kinds of a tile's mask tiles: bit 4 r + k is set if row r of mask tiles has one of kind k.
 struct MaskTileKinds {
   unsigned bits = 0;
 
@@ -35,8 +32,8 @@ struct MaskTileKinds {
   static constexpr unsigned kOfEach = 0x11111111u;
 };
 
-// A tile, whether it is the first of a walk, and whether the mask_mod shows all of it; or the end of a list of tiles.
-// why one number: registers.
+// A tile index with two flags (first of a walk, full under the mask_mod), or the end of a list. Packed into one number
+// to save registers.
 struct VisibleTile {
   int bits;
 
@@ -52,16 +49,16 @@ struct VisibleTile {
   __device__ __forceinline__ bool is_full() const { return (bits & 1) != 0; }
 };
 
-// Tiles of kTile columns beside kRows rows of one head, without those of which nothing is seen. Rows are queries and
-// columns keys; with kKeysAsRows it is the other way round. All lanes of a warp ask together.
+// The visible tiles of kTile columns beside kRows rows of one head. Rows are queries and columns keys, or the reverse
+// with kKeysAsRows. All lanes of a warp call together.
 template <class Tiles, int kRows, int kTile, bool kKeysAsRows, class Params>
 struct VisibleTilesOf : Tiles {
-  const signed char* mask_tiles;  // of the first row
-  int stride_row;                 // from mask tile to mask tile along the rows, and along the columns
+  const signed char* mask_tiles;  // at the first row
+  int stride_row;                 // strides from mask tile to mask tile, along the rows and along the columns
   int stride_column;
-  int last_row, last_column;  // the last mask tiles that exist
+  int last_row, last_column;  // the last mask tiles that exist, along each axis
 
-  // rows: those that exist; if there are none, there are no tiles either. length: of all columns.
+  // rows: the existing rows; if it is empty, there are no tiles. length: the number of all columns.
   __device__ __forceinline__ VisibleTilesOf(const Tiles& all, const Params& params, int batch, int head, Range rows,
                                             int length)
       : Tiles(all),
@@ -73,7 +70,7 @@ struct VisibleTilesOf : Tiles {
     mask_tiles += static_cast<long long>(rows.begin / kMaskTile) * stride_row;
   }
 
-  // The first tile from n on that is seen; if there is none, one that `has` does not have.
+  // Returns the first visible tile from n on, or an index for which `has` is false.
   __device__ __forceinline__ VisibleTile visible_from(int n) const {
     const int step = Tiles::next(0), lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -89,7 +86,7 @@ struct VisibleTilesOf : Tiles {
     return {n, MaskTileKinds::all_empty()};
   }
 
-  // How many tiles are seen.
+  // Returns the number of visible tiles.
   __device__ __forceinline__ int count_visible() const {
     const int step = Tiles::next(0), lane = threadIdx.x % 32;
     int count = 0;
@@ -100,11 +97,11 @@ struct VisibleTilesOf : Tiles {
     return count;
   }
 
-  // The mask tiles of a tile; none if there is no such tile.
+  // Returns the kinds of a tile's mask tiles, or no kinds if there is no such tile.
   __device__ __forceinline__ MaskTileKinds look_at(int n) const {
     MaskTileKinds kinds;
     if (!Tiles::has(n)) return kinds;
-    // why from the first tile's begin: it exists, so that no product is larger than the length.
+    // Computed from the tile's first column: it exists, so n * kTile is below the length.
     const int first_column = n * kTile / kMaskTile;
     const int last = const_min((n * kTile + kTile - 1) / kMaskTile, last_column);
 #pragma unroll
@@ -120,7 +117,7 @@ struct VisibleTilesOf : Tiles {
   }
 };
 
-// Stands in their place in kernels that are not block-sparse, which never look for a tile.
+// The replacement in kernels that are not block-sparse, where every tile is visible.
 struct NoVisibleTiles {
   template <class Tiles, class Params>
   __device__ __forceinline__ NoVisibleTiles(const Tiles&, const Params&, int, int, Range, int) {}
@@ -131,17 +128,17 @@ struct NoVisibleTiles {
 template <class Tiles, int kRows, int kTile, bool kKeysAsRows = false>
 using VisibleTiles = Select<kBlockSparse, VisibleTilesOf<Tiles, kRows, kTile, kKeysAsRows, ModParams>, NoVisibleTiles>;
 
-// A warp's walk over the tiles that are seen, of which it looks at 32 at a time, a lane at each. All lanes go together.
-// why not tile by tile: to find one takes hundreds of cycles, for which a warp that loads tiles has no time.
+// A warp's walk over the visible tiles, one lane per tile and 32 tiles per step. All lanes call together. Searching
+// tile by tile takes hundreds of cycles each, too long for a warp that loads tiles.
 struct VisibleWalk {
-  int window;           // the first of the tiles that were looked at last
-  unsigned left = 0;    // a bit for each of these that is seen, and is still to come
-  MaskTileKinds kinds;  // of this lane's tile
+  int window;           // the first tile of the 32 that were read last
+  unsigned left = 0;    // a bit for each visible tile of these that is not taken yet
+  MaskTileKinds kinds;  // kinds of this lane's tile
 
-  // step: from a tile to the next one.
+  // step: the distance from a tile to the next one.
   __device__ __forceinline__ VisibleWalk(int first, int step) : window(first - 32 * step) {}
 
-  // Whether there is one more. `visible` are the tiles of the walk.
+  // True if a tile is left. `visible` are the tiles of the walk.
   template <class Visible>
   __device__ __forceinline__ bool has_tile(const Visible& visible, int step) {
 #pragma unroll 1
@@ -153,7 +150,7 @@ struct VisibleWalk {
     return left != 0;
   }
 
-  // The next one. `Tile` is made of its number and of its MaskTileKinds.
+  // Takes the next tile. `Tile` is constructed from an index and MaskTileKinds.
   template <class Tile>
   __device__ __forceinline__ Tile take(int step) {
     const int at = __ffs(left) - 1;
@@ -162,7 +159,7 @@ struct VisibleWalk {
   }
 };
 
-// The walk of a loop over all tiles.
+// A walk over all tiles.
 template <class Tiles>
 struct AllTilesWalk {
   const Tiles& tiles;
@@ -172,18 +169,18 @@ struct AllTilesWalk {
 
   __device__ __forceinline__ int n() const { return at; }
   __device__ __forceinline__ bool has_tile() const { return tiles.has(at); }
-  // The first tile, before the walk goes on.
+  // Returns the first tile; valid before the walk advances.
   __device__ __forceinline__ int first() const { return tiles.first(); }
   __device__ __forceinline__ bool is_first() const { return at == tiles.first(); }
-  // Whether the mask_mod shows all of the tile.
+  // True if the mask_mod shows all of the tile.
   __device__ static constexpr bool is_full() { return false; }
-  // To be called once for each tile, before `next`.
+  // Called once per tile, before `next`.
   __device__ __forceinline__ void look_ahead() {}
   __device__ __forceinline__ int next() const { return tiles.next(at); }
   __device__ __forceinline__ void go_on() { at = next(); }
 };
 
-// The same over the tiles that `visible()` gives, which is called once a tile.
+// A walk over the tiles of `visible()`, which is called once per tile.
 template <class Tiles, class Visible>
 struct VisibleTilesWalk {
   const Tiles& tiles;

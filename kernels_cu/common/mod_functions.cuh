@@ -1,5 +1,5 @@
-// What the text of traced functions calls (cuflash/mods/codegen/cuda.py): the operations of
-// cuflash/mods/graph/operations.py that C++ has no operator or function for, and captured arrays.
+// Device functions for printed mods (cuflash/mods/codegen/cuda.py): operations of cuflash/mods/graph/operations.py that
+// C++ lacks, and captured arrays.
 #pragma once
 #include "../ptx/float_math.cuh"
 #include "../ptx/load.cuh"
@@ -16,7 +16,7 @@ struct Unsigned<long long> {
   using Type = unsigned long long;
 };
 
-// Integers that wrap. why through unsigned ones: the compiler may take it that a sum of signed ones does not wrap.
+// Integer arithmetic that wraps. Computed in unsigned types: signed overflow is undefined in C++.
 template <class T>
 __device__ __forceinline__ T wrapping_add(T x, T y) {
   using U = typename Unsigned<T>::Type;
@@ -35,7 +35,7 @@ __device__ __forceinline__ T wrapping_multiply(T x, T y) {
   return static_cast<T>(static_cast<U>(x) * static_cast<U>(y));
 }
 
-// Shifts by any number of bits, of which a negative one counts as very many.
+// Shifts by any number of bits; a negative number counts as very large.
 template <class T>
 __device__ __forceinline__ T shifted_left(T x, T bits) {
   using U = typename Unsigned<T>::Type;
@@ -55,7 +55,7 @@ __device__ __forceinline__ T absolute(T x) {
   return max(x, wrapping_subtract(T(0), x));
 }
 
-// Division towards zero and its remainder, as in C. Of an integer by zero both are zero.
+// Division towards zero and its remainder, as in C. Integer division by zero gives zero in both.
 template <class T>
 __device__ __forceinline__ T truncated_divide(T x, T y) {
   return y == 0 ? T(0) : x / y;
@@ -68,8 +68,8 @@ __device__ __forceinline__ T truncated_remainder(T x, T y) {
 }
 __device__ __forceinline__ float truncated_remainder(float x, float y) { return fmodf(x, y); }
 
-// Division towards minus infinity and its remainder, which has the sign of the divisor, as in Python. Of an integer by
-// zero both are zero.
+// Division towards minus infinity and its remainder, which has the sign of the divisor, as in Python. Integer division
+// by zero gives zero in both.
 template <class T>
 __device__ __forceinline__ T floor_divide(T x, T y) {
   const T remainder = truncated_remainder(x, y);
@@ -90,7 +90,7 @@ __device__ __forceinline__ float floor_remainder(float x, float y) {
 
 __device__ __forceinline__ float floor_divide(float x, float y) {
   if (y == 0.0f) return x / y;
-  // why not the floor of x / y: the division may round up to a whole number.
+  // Not floor(x / y): the division may round up to an integer.
   const float remainder = fmodf(x, y);
   const float below = remainder != 0.0f && (remainder < 0.0f) != (y < 0.0f) ? 1.0f : 0.0f;
   const float quotient = (x - remainder) / y - below;
@@ -98,28 +98,29 @@ __device__ __forceinline__ float floor_divide(float x, float y) {
   return quotient - whole > 0.5f ? whole + 1.0f : whole;
 }
 
-// x / y, rounded as a division is, by the inverse of a constant. why: a division takes several times as long, and a
-// call.
+// Returns x / y, rounded as by a division, from the inverse of a constant. A division is a call that takes several
+// times as long.
 __device__ __forceinline__ float divided(float x, float y, float inverse) {
   const float quotient = x * inverse;
   const float corrected = fmaf(fmaf(-quotient, y, x), inverse, quotient);
-  return corrected == corrected ? corrected : quotient;  // why: of an infinite x the remainder is NaN
+  return corrected == corrected ? corrected : quotient;  // if x is infinite, the remainder is NaN
 }
 
-// The smaller or larger number; NaN if one of them is NaN. fminf and fmaxf ignore NaN.
+// Minimum and maximum that return NaN if either argument is NaN; fminf and fmaxf ignore NaN.
 __device__ __forceinline__ float minimum(float x, float y) { return min_nan_f32(x, y); }
 __device__ __forceinline__ float maximum(float x, float y) { return max_nan_f32(x, y); }
 
-// -1, 0 or 1, and NaN of NaN.
+// Returns -1, 0 or 1, and NaN for NaN.
 __device__ __forceinline__ float sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
 
-// why approximate: it is one instruction. Its error, up to 2^-11 of the result, is below that of 16-bit numbers.
+// For 16-bit operands one approximate instruction; its error, up to 2^-11 of the result, is below that of 16-bit
+// numbers.
 __device__ __forceinline__ float hyperbolic_tangent(float x) {
   if constexpr (kDType == DType::kFloat32) return tanhf(x);
   else return tanh_approx_f32(x);
 }
 
-// Elements of captured arrays that C++ has no type for.
+// Element types of captured arrays that C++ lacks.
 struct Float16 {
   unsigned short bits;
 };
@@ -127,7 +128,7 @@ struct BFloat16 {
   unsigned short bits;
 };
 
-// What is computed with for an element.
+// Converts an element to its type in computations.
 template <class T>
 __device__ __forceinline__ T widened(T x) {
   return x;
@@ -135,7 +136,7 @@ __device__ __forceinline__ T widened(T x) {
 __device__ __forceinline__ float widened(Float16 x) { return cvt_f32_f16(x.bits); }
 __device__ __forceinline__ float widened(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
-// An element of an array that no kernel writes.
+// Loads an element of an array that no kernel writes.
 template <class T>
 __device__ __forceinline__ T element_at(const T* pointer) {
   return __ldg(pointer);
@@ -152,15 +153,15 @@ struct OffsetOf<true> {
   using Type = int;
 };
 
-// Elements of an array that lie side by side along the columns of a row, from the tile's first column on. Every column
-// that is seen is inside the array.
+// Elements of an array along the columns of a row, from the tile's first column on. Every visible column is inside the
+// array.
 template <class T>
 struct ArrayRun {
   const T* first;
-  int last;  // the last column that is inside the array
+  int last;  // the last column inside the array
 };
 
-// A number of so many bytes.
+// An unsigned integer of kBytes bytes.
 template <int kBytes>
 struct Bits;
 template <>
@@ -180,7 +181,7 @@ struct Bits<8> {
   using Type = unsigned long long;
 };
 
-// Two of them, of columns 2 n and 2 n + 1. kTogether: they lie at a multiple of their size.
+// The elements of columns 2 n and 2 n + 1. kTogether: the pair is aligned to its size, so one load serves both.
 template <class T, bool kTogether>
 struct LoadedPair {
   T even, odd;
@@ -200,9 +201,8 @@ struct LoadedPair<T, true> {
   }
 };
 
-// An array that a traced function refers to. kShortOffsets: every offset of an element fits into an int, as do the
-// strides. The layout is the same either way. No extent is zero: for an empty array the host gives one that holds a
-// zero.
+// A captured array of a traced function. kShortOffsets: every element offset and every stride fits into an int; the
+// layout is the same either way. No extent is zero: for an empty array the host passes an array that holds one zero.
 template <class T, int kRank, bool kShortOffsets>
 struct CapturedArray {
   using Offset = typename OffsetOf<kShortOffsets>::Type;
@@ -212,8 +212,8 @@ struct CapturedArray {
   long long strides[kAxes];  // in elements
   int extents[kAxes];
 
-  // The way along an axis to an index, of which a negative one counts from the end. It stays inside the array for any
-  // index. why no conditional expression: NVRTC may copy an unrolled loop for each of its outcomes.
+  // Returns the offset of an index along an axis; a negative index counts from the end. Any index is clamped to the
+  // array. Written without a conditional expression, because NVRTC may copy an unrolled loop for each outcome.
   __device__ __forceinline__ Offset wrapped(int axis, int index) const {
     return way(axis, min(max(index + (index >> 31 & extents[axis]), 0), extents[axis] - 1));
   }
@@ -222,7 +222,7 @@ struct CapturedArray {
     return way(axis, static_cast<int>(min(max(index + (index >> 63 & extent), 0ll), extent - 1)));
   }
 
-  // The same for an index that is known not to be negative.
+  // Returns the offset of an index that cannot be negative.
   __device__ __forceinline__ Offset clamped(int axis, int index) const {
     return way(axis, min(index, extents[axis] - 1));
   }
@@ -230,15 +230,15 @@ struct CapturedArray {
     return way(axis, static_cast<int>(min(index, static_cast<long long>(extents[axis] - 1))));
   }
 
-  // The element at the sum of the ways along all axes.
+  // Returns the element at the sum of the offsets along all axes.
   __device__ __forceinline__ auto at(Offset offset) const { return widened(element_at(pointer + offset)); }
 
-  // The elements from an index along an axis on, where the ways along all others sum up to an offset.
+  // Returns the elements along an axis from an index on; `offset` sums the offsets along all other axes.
   __device__ __forceinline__ ArrayRun<T> run(int axis, int index, Offset offset) const {
     return {pointer + offset + way(axis, index), extents[axis] - 1 - index};
   }
 
-  // Those of two columns, of which the first is even; zeros outside the array.
+  // Returns the elements of two columns, of which the first is even; zeros outside the array.
   template <bool kTogether>
   __device__ __forceinline__ LoadedPair<T, kTogether> pair(const ArrayRun<T>& run, int column) const {
     if constexpr (kTogether) {

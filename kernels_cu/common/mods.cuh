@@ -1,27 +1,27 @@
-// score_mod, mask_mod, bias, sinks and dropout (mods). The program holds them as `ModFunctions`
-// (cuflash/planning/mod_code.py), which finds what a head, a row, two columns of it and a score know in as many steps.
-// A row is a query and a column a key, or the other way round where a kernel's fragments have keys in their rows.
+// score_mod, mask_mod, bias, sinks and dropout (mods). The host prints them as `ModFunctions`
+// (cuflash/planning/mod_code.py), hoisted into four levels: head, row, pair of columns, element. A row is a query and a
+// column a key, or the reverse in kernels whose fragments have keys as rows.
 //
-//   element   score: that of softmax and bias, in powers of two, from a product q·k (or what the softcap made of it)
-//             visible: whether the query sees the key, as far as the functions say
-//             slope: d score / d what the score_mod was given; dq and dk are multiplied by softmax_scale later
+//   element   score: the score with its bias, in log2 units, from a product q·k (after the softcap)
+//             visible: true if the functions let the query see the key
+//             slope: d score / d (input of score_mod); dq and dk are multiplied by softmax_scale later
 #pragma once
 #include "../ptx/float_math.cuh"
 #include "mask.cuh"
 #include "params.cuh"
 #include "select.cuh"
 
-// A score that is not above it weighs nothing, as if it were -inf: models add the least number of a dtype to hide keys.
+// Scores up to this one weigh nothing, as -inf does: models add the least number of a dtype to hide keys.
 constexpr float kLeastScore = -1e37f * 1.4426950408889634f;
 
-// What a mask puts in the place of the product of a hidden pair, where functions are asked later: a NaN that no
-// instruction makes. why not -inf if a function makes scores: a product may be -inf, and its score may be any.
+// Marks the product of a masked pair for functions that run later: a NaN that no instruction generates. With a
+// score_mod -inf would not do, because a product may be -inf and still have any score.
 __device__ __forceinline__ float hidden_product() { return kScoreMod ? __uint_as_float(0xffedcba9u) : -infinity(); }
 __device__ __forceinline__ bool is_hidden_product(float x) {
   return kScoreMod ? __float_as_uint(x) == __float_as_uint(hidden_product()) : x == -infinity();
 }
 
-// The functions of a kernel without mods: a score is its product, and everything is visible.
+// The functions of a kernel without mods: each score is its product, and all pairs are visible.
 struct NoFunctions {
   using Arrays = ModParams;
   struct Head {};
@@ -56,24 +56,24 @@ struct ModHead {
       : arrays(mod_params),
         head(Functions::head(mod_params, batch, query_head, seqlen_q, seqlen_k, problem.score.softmax_scale)) {}
 
-  // What is known of a row with the columns from first_column on. `addend` is added to all of its scores, for nothing.
-  // The last number is the half of a fragment that has the row: TwoModHeads.
+  // Returns the row level, for columns from first_column on. `addend` is added to all scores of the row at no cost. The
+  // last parameter is the row's half of the fragment, which only TwoModHeads uses.
   __device__ __forceinline__ Row row(int row_idx, int first_column, float addend = 0.0f, int = 0) const {
     return Functions::row(arrays, head, row_idx, first_column, addend);
   }
 
-  // What is known of two columns of a row, of which the first is even. why: it may be loaded together.
+  // Returns the level of two columns of a row, of which the first is even, so that one load may serve both.
   __device__ __forceinline__ Pair pair(const Row& row, int column, int = 0) const {
     return Functions::pair(arrays, row, column);
   }
 
-  // The score of a product in that row, so many columns after the first. `pair` has the column.
+  // Returns the result for a product in that row, `column` columns after the first. `pair` includes the column.
   __device__ __forceinline__ Result at(const Row& row, const Pair& pair, float product, int column, int = 0) const {
     return Functions::element(arrays, head, row, pair, product, column);
   }
 };
 
-// The same of a lane's two rows of a fragment, where each may be of another head.
+// The functions of a lane's two rows of a fragment; each row may belong to another head.
 struct TwoModHeads {
   const ModHead upper, lower;
 
@@ -89,11 +89,11 @@ struct TwoModHeads {
   }
 };
 
-// What is known of a lane's two rows of a fragment of 16 from a column on. `less` is taken off the scores of each row.
+// The row level of a lane's two rows of a fragment of 16. `less` is subtracted from the scores of each row.
 struct ModRows {
   ModHead::Row row[2];
 
-  // column: the first of the fragment. column_pair = lane % 4.
+  // column: the first one of the fragment. column_pair = lane % 4.
   template <class Heads, class Rows>
   __device__ __forceinline__ ModRows(const Heads& mod_heads, const Rows& rows, int column, int column_pair,
                                      const float2& less = {0.0f, 0.0f})
@@ -101,8 +101,9 @@ struct ModRows {
             mod_heads.row(rows[1], column + 2 * column_pair, -less.y, 1)} {}
 };
 
-// Products of a fragment become scores, and those that a function hides -inf. why columns outside, rows inside: L57.
-// kAsksMask: the function may hide some. Scores that weigh nothing become -inf, too, unless !kMasksLeast.
+// Replaces the products of a fragment by scores, or -inf where a function masks the pair. Columns outside and rows
+// inside: the reverse order spilled 196 bytes (L57). kAsksMask: evaluates the mask_mod. kMasksLeast: scores up to
+// kLeastScore become -inf, too.
 template <bool kAsksMask = kMaskMod, bool kMasksLeast = true, class Heads, int kCount>
 __device__ __forceinline__ void apply_mods(const Heads& mod_heads, float (&s)[kCount], const ModRows& rows) {
 #pragma unroll
@@ -121,12 +122,12 @@ __device__ __forceinline__ void apply_mods(const Heads& mod_heads, float (&s)[kC
   }
 }
 
-// The exponent of a score is the score times this.
+// Returns the factor from a score to its exponent.
 __device__ __forceinline__ float scale_log2_of(const ProblemParams& problem) {
   return kScoreMod ? 1.0f : problem.score.scale_log2;
 }
 
-// Counts a head's sink: what multiplies a row of out, and the row's lse, which is -inf if it has seen nothing.
+// Adds a head's sink, given the factor of a row of out and the row's lse (-inf without visible keys).
 //   lse' = ln(exp(lse) + exp(sink))        out' = out exp(lse - lse')
 struct Sink {
   float sink;
@@ -146,7 +147,7 @@ struct Sink {
   __device__ __forceinline__ void add(float& o_scale, float& lse) const {
     if constexpr (kSinks) {
       if (lse == -infinity()) {
-        lse = sink;  // out is zero, and stays so whatever the sink is
+        lse = sink;  // out is zero, whatever the sink is
         return;
       }
       const float above = max_nan_f32(lse, sink);

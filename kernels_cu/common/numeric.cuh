@@ -1,4 +1,5 @@
-// Constants, conversions and the fast functions that the softmax is made of; it divides by rcp_approx (L6).
+// Constants, conversions and approximate functions of the softmax. Divisions use rcp_approx: an IEEE division is a call
+// that needs registers (L6).
 #pragma once
 #include "config.cuh"
 
@@ -25,7 +26,7 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
-// Two floats become a pair of 16-bit numbers, `low` in the lower half.
+// Packs two floats as 16-bit numbers, `low` in the lower half.
 __device__ __forceinline__ unsigned pack2(float low, float high) {
   unsigned pair;
   if constexpr (kDType == DType::kFloat16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

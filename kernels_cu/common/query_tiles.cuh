@@ -1,16 +1,17 @@
-// The query tiles that see some key of a block of backward on Hopper, in the order in which it takes them.
+// The query tiles of a key block in Hopper's backward, in their order of computation.
 #pragma once
 #include "mask.cuh"
 #include "tile_range.cuh"
 
-// Tiles of kQueries queries beside kKeys keys. `context` has `params.deterministic` and the number of all query tiles,
-// which are read where they are needed, as they would hold registers (L5).
+// Tiles of kQueries queries that see some of kKeys keys. `context` has `params.deterministic` and the number of all
+// query tiles; both are read at each use, because held values cost registers (L5).
 template <int kQueries, int kKeys>
 struct QueryTilesOf : TileRange {
   int first;
 
-  // Each key block begins at a tile of its own (L38): under a mask at the first that it sees, else as if there were a
-  // diagonal. When deterministic, all walk from the last tile to the first, and add to dq in the order of their keys.
+  // Key blocks start at different tiles, so that their additions to dq do not collide (L38). Under a mask that is the
+  // first visible tile, else the tile on the diagonal. Deterministic calls walk from the last tile to the first, and
+  // add to dq in key order.
   template <class Context>
   __device__ __forceinline__ QueryTilesOf(const Context& context, const Mask& mask, int block) {
     const int key_begin = block * kKeys, key_end = const_min(key_begin + kKeys, mask.seqlen_k);
@@ -21,7 +22,7 @@ struct QueryTilesOf : TileRange {
                                          : begin;
   }
 
-  // The tile of step n of a head, and the tile after tile m.
+  // Returns the tile of step n of a head, and the tile after tile m.
   template <class Context>
   __device__ __forceinline__ int at(const Context& context, int n) const {
     if (context.params.deterministic) return first - n;

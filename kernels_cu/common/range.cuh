@@ -1,11 +1,11 @@
-// Half-open ranges, and the minimum and maximum of two numbers.
+// Half-open ranges, and constexpr minimum and maximum.
 #pragma once
 
 struct Range {
   int begin, end;
 };
 
-// why: CUDA's own min and max cannot be evaluated in a static_assert, by which the tests check masks and ranges.
+// constexpr, for tests that check masks and ranges in static_assert; CUDA's min and max are not.
 template <class T>
 __device__ constexpr T const_min(T a, T b) {
   return a < b ? a : b;

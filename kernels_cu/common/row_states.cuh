@@ -1,30 +1,32 @@
-// At most 16 rows of a thread block of which each of its four warps has seen other keys, and each of several blocks
-// (the splits) others again. What one of them knows of a row is a state: o = sum of exp2(score - shift) v over its
-// keys, the sum of these weights, and the shift.
-//   out = sum w o / sum w sum       over the states of a row, w = exp2(shift - the largest of them)
-// why not lse and a normalised row: lse has rounded away what a weight of large scores needs.
+// Merges partial softmax states of at most 16 rows of a thread block. Its four warps hold different keys, and so do
+// several thread blocks (the splits).
+//
+//   state of a row: shift, sum = Σ p, o = Σ p v     over its keys, p = exp2(score - shift)
+//   out = Σ w o / Σ w sum                           over the states of a row, w = exp2(shift - the largest shift)
+//
+// A state has no lse and no normalised row: lse has lost the last bits of large scores, which weights need.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "fragment.cuh"
 
 constexpr int kStateRows = 16, kStateWarps = 4, kStateThreads = 32 * kStateWarps;
-constexpr int kStateColumns = kHeadDimV + 8;  // floats from row to row of a warp. why more than a row: bank conflicts
-constexpr int kStateBytes = kStateWarps * kStateRows * 4 * (kStateColumns + 2);  // in shared memory, with sum and shift
-constexpr int kStateChunks = kHeadDimV > 0 ? kHeadDimV / 4 : 1;  // of four columns, in a row. why not 0: lse.cu
+constexpr int kStateColumns = kHeadDimV + 8;  // floats from row to row; padded by 8 against bank conflicts
+constexpr int kStateBytes = kStateWarps * kStateRows * 4 * (kStateColumns + 2);  // o, sum and shift in shared memory
+constexpr int kStateChunks = kHeadDimV > 0 ? kHeadDimV / 4 : 1;  // per row, of four columns; 1 without v (lse.cu)
 
-// Four columns of a row, from the states that were added.
+// Four columns of a row, merged from states.
 struct MergedRow {
   float shift = -infinity(), sum = 0.0f;
   float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
 
-  // Adds states: their sums and shifts, and four columns of o.
+  // Adds states: `of` holds their sums and shifts, `x` four columns of o.
   template <int kCount>
   __device__ __forceinline__ void add(float2 (&of)[kCount], float4 (&x)[kCount]) {
     float next = shift;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      // why x, too: it may be NaN.
+      // x may be NaN
       if (of[n].x == 0.0f) of[n].y = -infinity(), x[n] = {0.0f, 0.0f, 0.0f, 0.0f};
       next = fmaxf(next, of[n].y);
     }
@@ -39,7 +41,7 @@ struct MergedRow {
     }
   }
 
-  // The same with four states that lie in shared memory so many bytes apart.
+  // Adds four states from shared memory; `step` and `sum_step` are distances in bytes.
   __device__ __forceinline__ void add(unsigned rows, unsigned step, unsigned sums, unsigned sum_step) {
     float2 of[4];
     float4 x[4];
@@ -52,7 +54,7 @@ struct MergedRow {
     add(of, x);
   }
 
-  // What turns the total into the row of out; 0 where nothing is seen.
+  // Returns the factor from the total to the row of out; 0 without visible keys.
   __device__ __forceinline__ float scale() const { return sum == 0.0f ? 0.0f : rcp_approx(sum); }
   __device__ __forceinline__ float4 out() const { return out(scale()); }
   __device__ __forceinline__ float4 out(float scale) const {
@@ -60,16 +62,19 @@ struct MergedRow {
   }
 };
 
-// `Rows` says of the rows of a block: num_rows; num_splits, and which of them is `split`; that rows below shared_rows
-// are those of all splits, and the others of the first; where the states of splits lie (partial_out, partial_sums,
-// partial_row); is_last_split(), whether all splits have stored theirs; store(row, column, the merged row); and sync(),
-// by which its threads meet.
+// Merges the rows of a thread block. `Rows` provides:
+//   num_rows, num_splits, split      the rows, the number of splits, and this block's index among them
+//   shared_rows                      rows below it have states from all splits, the others from the first split only
+//   partial_out, partial_sums        the states of splits in global memory; partial_row(split, row) is the index
+//   is_last_split()                  true in the thread block whose split ends last
+//   store(row, column, merged)       writes the merged row
+//   sync()                           a barrier of the threads
 template <class Rows>
 struct RowStates {
   const Rows& rows;
   const unsigned smem;
 
-  // Puts row h of a lane's fragment, its sum, which is 0 if it sees nothing, and its shift where all warps read them.
+  // Writes row h of a lane's fragment, its sum (0 without visible keys) and its shift to shared memory.
   template <int kCount>
   __device__ __forceinline__ void put(int warp, int h, const float (&o)[kCount], float sum, float shift) const {
     const int lane = fresh_thread() % 32, row = kStateRows * warp + lane / 4 + 8 * h;
@@ -81,19 +86,17 @@ struct RowStates {
     }
   }
 
-  // Stores all rows, once the warps have put theirs and met. States are merged twice, by the same code: those of the
-  // warps, which gives the state of a split, and by the block whose split ends last those of the splits, in their
-  // order.
+  // Stores all rows; a barrier must separate it from put(). One loop merges twice: first the warps' states, into the
+  // state of a split; then, in the thread block whose split ends last, the splits' states, in their order.
   __device__ __forceinline__ void store() const {
     int num_rows = rows.num_rows;
-    // why one loop: L50.
+    // One loop for both merges: code is read from memory once a launch (cold code, L50).
 #pragma unroll 1
     for (bool of_splits = false;; of_splits = true) {
 #pragma unroll 1
       for (int first = 0; first < num_rows; first += kPassRows) {
         const int row = first + thread_row(), column = thread_column();
-        // Of a warp's rows, or of what was fetched: the bytes of a row, how many rows follow each other, and which of
-        // them this thread's is.
+        // Either rows of warps or fetched rows of splits: bytes of a row, rows per state, and this thread's row.
         const int row_bytes = 4 * (of_splits ? kHeadDimV : kStateColumns),
                   together = of_splits ? kPassRows : kStateRows;
         const int state_row = of_splits ? thread_row() : row, num_states = of_splits ? rows.num_splits : kStateWarps;
@@ -121,26 +124,26 @@ struct RowStates {
   }
 
  private:
-  static constexpr int kPassRows = kStateThreads / kStateChunks;  // rows that the threads have together
-  static constexpr int kFetched = 64 / kPassRows / 4 * 4;         // splits of so many rows for which there is room
+  static constexpr int kPassRows = kStateThreads / kStateChunks;  // rows that the threads merge at a time
+  static constexpr int kFetched = 64 / kPassRows / 4 * 4;  // splits of kPassRows rows that fit into shared memory
   static_assert(kFetched * kPassRows <= kStateWarps * kStateRows && kFetched % kStateWarps == 0, "");
 
-  // The thread's row, of those of a pass, and its first column.
+  // This thread's row within a pass, and its first column.
   __device__ __forceinline__ static int thread_row() { return fresh_thread() % kStateThreads / kStateChunks; }
   __device__ __forceinline__ static int thread_column() { return fresh_thread() % kStateThreads % kStateChunks * 4; }
 
-  // Behind the rows, the sum and the shift of each of them.
+  // The sums and shifts lie behind the rows.
   __device__ __forceinline__ unsigned sums() const { return smem + 4 * kStateWarps * kStateRows * kStateColumns; }
 
-  // Gets the rows from `first` on of kFetched splits; those that do not exist see nothing. Each thread copies the
-  // columns that it merges. why by cp.async: all copies are on their way together, and one instruction makes them.
+  // Loads rows from `first` on of kFetched splits; missing ones become empty states. Each thread copies the columns
+  // that it merges. cp.async keeps all copies in flight, with one instruction each.
   __device__ __forceinline__ void fetch(int first, int end, int begin) const {
     const long long place = rows.partial_row(begin, first), of_split = rows.partial_row(begin + 1, first) - place;
     const int row = thread_row(), count = min(rows.num_splits - begin, kFetched);
     const int thread = fresh_thread() % kStateThreads, split = thread / kPassRows, of_row = thread % kPassRows;
     float2 of = {0.0f, 0.0f};
     if (split < count && first + of_row < end) of = __ldcg(rows.partial_sums() + place + split * of_split + of_row);
-    rows.sync();  // why: the sums of the splits before these were read
+    rows.sync();  // the sums of the splits before these have been read
     if (row < kPassRows && first + row < end) {
       const float* from = rows.partial_out() + (place + row) * kHeadDimV + thread_column();
       unsigned to = smem + 4 * (thread_column() + kHeadDimV * row);

@@ -1,31 +1,31 @@
-// Scores: what becomes of the raw products q·k before the softmax. The only change is the softcap:
+// Scores from products q·k. The only change is the softcap:
 //   score = cap * tanh(product / cap)        d score / d product = 1 - (score / cap)²
-// Products and scores have the same unit: an exponent is score * scale_log2 with or without a softcap.
+// Products and scores have the same unit: the exponent is score * scale_log2 with or without a softcap.
 #pragma once
 #include "numeric.cuh"
 
 struct ScoreParams {
-  float softmax_scale, scale_log2;  // scale_log2 = softmax_scale * log2(e): the exponent of a score in units of q·k
-  float cap, inverse_cap;           // softcap in units of q·k, softcap / softmax_scale, and its inverse; 0 without one
+  float softmax_scale, scale_log2;  // scale_log2 = softmax_scale * log2(e): the exponent per unit of q·k
+  float cap, inverse_cap;           // softcap / softmax_scale (in units of q·k) and its inverse; 0 without a softcap
 };
 
 struct Score {
-  // Whether the compiler knows that scores differ from products.
+  // True if scores always differ from products, as a constant.
   static constexpr bool kAlwaysChanges = kSoftcap == Softcap::kAlways;
 
   const ScoreParams& params;
 
-  // Whether scores differ from products: a constant, or a question to the parameters.
+  // True if scores differ from products: a constant, or read from the parameters.
   __device__ __forceinline__ bool changes() const {
     return kSoftcap == Softcap::kAtRunTime ? params.inverse_cap != 0.0f : kAlwaysChanges;
   }
 
-  // Products become scores. All lanes of a warp call.
+  // Replaces products by scores. All lanes of a warp call it.
   template <int kCount>
   __device__ __forceinline__ void apply(float (&s)[kCount]) const {
     if (!changes()) return;
     if constexpr (kAlwaysChanges && kDType != DType::kFloat32) {
-      constexpr int kPiece = kCount % 16 == 0 ? 16 : kCount;  // why in pieces: registers
+      constexpr int kPiece = kCount % 16 == 0 ? 16 : kCount;  // pieces of 16 save registers
 #pragma unroll
       for (int first = 0; first < kCount; first += kPiece) cap_piece<kPiece>(s + first);
     } else {
@@ -41,21 +41,20 @@ struct Score {
     for (int m = 0; m < kFragments; ++m) apply(s[m]);
   }
 
-  // The factor from the gradient of a score to that of its product. It is 1 without a softcap, as inverse_cap is then
-  // 0. why saturated: the score of a hidden pair is -inf, and its slope must be 0. The instruction does so for nothing.
+  // Returns d score / d product: 1 without a softcap, where inverse_cap is 0. Saturated at no cost: the score of a
+  // masked pair is -inf, and its slope must be 0.
   __device__ __forceinline__ float slope(float score) const {
     const float x = score * params.inverse_cap;
     return __saturatef(fmaf(-x, x, 1.0f));
   }
 
  private:
-  // Up to this product / cap the polynomial serves.
+  // The largest |product / cap| for which the polynomial is accurate.
   static constexpr float kSmall = 0.5f;
 
-  // Takes tanh only if one of the warp's products is over half of the cap. why: it is two MUFU, of which an SM does an
-  // eighth as many as of other instructions. why the polynomial of (product / cap)², which is off by up to 7e-7 of the
-  // result, follows in any case, and then changes nothing: with a choice between two arms, calls whose products are
-  // small take 5 % more time.
+  // Computes tanh only if one of the warp's products exceeds half the cap: tanh takes two MUFU operations, at an eighth
+  // of the usual rate. The polynomial (error up to 7e-7 of the result) always follows, and is then the identity. A
+  // branch with two arms costs 5 % where products are small.
   template <int kCount>
   __device__ __forceinline__ void cap_piece(float* s) const {
     float largest = 0.0f, inverse_cap = params.inverse_cap;
@@ -68,11 +67,11 @@ struct Score {
       }
       inverse_cap = 0.0f;
     }
-    asm volatile("" : "+f"(inverse_cap));  // why: knowing that it is 0, the compiler might make two arms
+    asm volatile("" : "+f"(inverse_cap));  // opaque: with a constant 0 the compiler might emit two arms
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       s[i] = polynomial(s[i], inverse_cap);
-      asm volatile("" : "+f"(s[i]));  // why: mixed with each other, the scores spill registers
+      asm volatile("" : "+f"(s[i]));  // in order: interleaved scores spill registers
     }
   }
 
@@ -86,14 +85,14 @@ struct Score {
     return fmaf(-2.0f * params.cap, rcp_approx(1.0f + exp2_approx(x * 2.885390081777926815f)), params.cap);
   }
 
-  // 16-bit operands use exp2, whose absolute error is about 2e-7 of the cap. why not tanh.approx: its error is 5e-4,
-  // which a cap of 50 turns into 2 % of a weight.
+  // Returns one capped score. 16-bit operands use exp2, with an absolute error of about 2e-7 of the cap. The error of
+  // tanh.approx is 5e-4, which changes a weight by 2 % at a cap of 50.
   __device__ __forceinline__ float capped(float s) const {
     const float x = s * params.inverse_cap;
     if constexpr (kDType == DType::kFloat32) {
       return params.cap * tanhf(x);
     } else {
-      // why two forms: L44.
+      // Two forms: the cap multiplies the absolute error of `direct`, so small |x| take the series (L44).
       const float square = x * x;
       const float series = s * fmaf(square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
       const float direct =

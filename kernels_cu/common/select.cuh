@@ -1,4 +1,4 @@
-// A type by a condition.
+// Compile-time selection of a type.
 #pragma once
 
 template <bool kCondition, class A, class B>
@@ -10,6 +10,6 @@ struct SelectOf<false, A, B> {
   using Type = B;
 };
 
-// A if kCondition, else B. why here: NVRTC has no <type_traits>.
+// A if kCondition, else B. NVRTC has no <type_traits>.
 template <bool kCondition, class A, class B>
 using Select = typename SelectOf<kCondition, A, B>::Type;

@@ -1,24 +1,24 @@
 // Ranges of tiles: tile n holds the keys (or queries) n * size … n * size + size - 1. Kernels walk them by
 //   for (int n = tiles.first(); tiles.has(n); n = tiles.next(n))
-// so that tiles which do not follow each other can be walked by the same loop.
+// so that one loop serves consecutive and other sequences of tiles.
 #pragma once
 #include "range.cuh"
 
 struct TileRange {
   int begin, end;
 
-  // The tiles from that of the first to that of the last element, which must exist.
+  // Returns the tiles between the first and the last element, which must exist.
   __device__ static constexpr TileRange touched(Range elements, int size) {
     return {elements.begin / size, (elements.end + size - 1) / size};
   }
 
-  // The tiles that hold some of the elements. The range is empty if there is no element.
+  // Returns the tiles that hold some of the elements; empty if there are none.
   __device__ static constexpr TileRange covering(Range elements, int size) {
     const TileRange tiles = touched(elements, size);
     return {tiles.begin, elements.begin < elements.end ? tiles.end : tiles.begin};
   }
 
-  // The tiles whose elements are all in the range.
+  // Returns the tiles whose elements are all in the range.
   __device__ static constexpr TileRange inside(Range elements, int size) {
     return {(elements.begin + size - 1) / size, elements.end / size};
   }
@@ -34,8 +34,8 @@ struct AscendingTiles : TileRange {
   __device__ constexpr bool has(int n) const { return n < end; }
 };
 
-// Kernels whose blocks own queries walk from the last key tile to the first: under a causal mask the tiles that need
-// the mask then come first, and the others follow each other.
+// Tiles from the last to the first, for thread blocks that own queries. Under a causal mask the masked tiles then come
+// first, and the unmasked ones are consecutive.
 struct DescendingTiles : TileRange {
   __device__ constexpr DescendingTiles(TileRange tiles) : TileRange(tiles) {}
 

@@ -1,5 +1,5 @@
-// Variable-length sequences: what each is long, and where its rows lie, is read from arrays on the device, whose
-// numbers are not trusted. Whatever they say, no address lies outside of the operands.
+// Variable-length sequences: lengths and locations are read from device arrays. Their values are not trusted: whatever
+// they are, no address lies outside the operands.
 #pragma once
 #include "config.cuh"
 #include "select.cuh"
@@ -7,34 +7,33 @@
 
 __device__ __forceinline__ int clamped(int x, int most) { return min(max(x, 0), most); }
 
-// A length. why past the L1 cache: that keeps what was read before a kernel ahead wrote to it (kReadsAhead).
+// Reads a length. With kReadsAhead past the L1 cache, which keeps values from before a kernel ahead wrote them (L55).
 __device__ __forceinline__ int read_number(const int* at) {
   if constexpr (kReadsAhead) return __ldcg(at);
   return *at;
 }
 
-// How the rows of one side, q's or k's, are cut into sequences.
+// The partition of one side's rows (q or k) into sequences.
 struct Axis {
-  const int* cu_seqlens;  // or null: each sequence is one row of the first axis
-  int rows;               // of the second axis
+  const int* cu_seqlens;  // null: each sequence is one index of the first axis
+  int rows;               // rows of the second axis
   int batch;
 
-  // Whether each part begins where the one before it ends. All lanes of a warp ask together.
+  // True if cu_seqlens do not decrease. All lanes of a warp call together.
   __device__ __forceinline__ bool is_in_order() const {
     bool falls = false;
     for (int i = threadIdx.x % 32; cu_seqlens != nullptr && i < batch; i += 32) falls |= bound(i + 2) < bound(i + 1);
     return !__any_sync(0xffffffffu, falls);
   }
 
-  // Part i of the axis begins there. Parts 1 … batch are the sequences; rows before the first and after the last one
-  // are the parts 0 and batch + 1, so that all parts together are the axis. why read in any case: a branch is longer
-  // (L50).
+  // Returns the begin of part i of the axis. Parts 1 … batch are the sequences; parts 0 and batch + 1 are the rows
+  // before the first and after the last sequence. cu_seqlens is read unconditionally: a branch has more code (L50).
   __device__ __forceinline__ int bound(int part) const {
     const int read = clamped(cu_seqlens[clamped(part - 1, batch)], rows);
     return part < 1 ? 0 : part > batch + 1 ? rows : read;
   }
 
-  // The rows of a sequence that there is.
+  // Returns the rows of an existing sequence.
   __device__ __forceinline__ Range rows_of(int number) const {
     return {clamped(cu_seqlens[number], rows), clamped(cu_seqlens[number + 1], rows)};
   }
@@ -43,15 +42,15 @@ struct Axis {
 __device__ __forceinline__ Axis axis_of_queries(const ProblemParams& p) { return {p.cu_seqlens_q, p.rows_q, p.batch}; }
 __device__ __forceinline__ Axis axis_of_keys(const ProblemParams& p) { return {p.cu_seqlens_k, p.rows_k, p.batch}; }
 
-// The rows that thread blocks write for one sequence, used or not. They are cut into blocks, each of which has a slot
-// of its own; part i begins at slot bound(i) / size + i, so that it has enough of them, and at most one too many.
+// The rows that thread blocks write for one sequence, used or not. They are cut into blocks of `size` rows with one
+// slot each. Part i begins at slot bound(i) / size + i, which gives it enough slots and at most one spare.
 struct RowSlots {
-  int sequence;    // -1, or `batch` or more, for rows of no sequence
+  int sequence;    // -1, or `batch` or more, for rows outside of all sequences
   int begin, end;  // rows of the second axis
   int first_slot, num_slots;
 
-  // The rows and slots of the sequence that has a slot of `size` rows; those of a slot which the axis does not have are
-  // empty. All lanes of a warp call together.
+  // Returns the rows and slots of the part that contains a slot of `size` rows; slots past the axis get no rows. All
+  // lanes of a warp call together.
   __device__ static RowSlots of_slot(const Axis& axis, int slot, int size) {
     if (axis.cu_seqlens == nullptr) {
       const int blocks = (axis.rows + size - 1) / size, sequence = slot / blocks;
@@ -67,24 +66,25 @@ struct RowSlots {
     }
     const int first = first_slot(part);
     const RowSlots found{part - 1, axis.bound(part), axis.bound(part + 1), first, first_slot(part + 1) - first};
-    // why: where cu_seqlens fall, the search finds any part, and no row may lie outside of it.
+    // With decreasing cu_seqlens the search may end at any part, and no row may lie outside of it.
     if (slot < first || slot >= first + found.num_slots || found.end < found.begin) return {-1, 0, 0, slot, 1};
     return found;
   }
 
   __device__ int num_rows() const { return end - begin; }
 
-  // The first row of a slot, counted from `begin`: blocks in their order, or from the last one on.
+  // The first row of a slot, relative to `begin`: in ascending order of blocks, or descending.
   __device__ int row(int slot, int size) const { return (slot - first_slot) * size; }
   __device__ int row_from_end(int slot, int size) const { return (first_slot + num_slots - 1 - slot) * size; }
 };
 
-// What is kept for each row of a side, beside the operands, has its rows in slots of this many: see RowSlots.
+// Rows per slot of the per-row buffers beside the operands (lse and delta, sums of gradients): see RowSlots.
 constexpr int kPaddedSlot = 128;
 
-// Where rows begin in a tensor map that ends where a sequence ends. Its axes are (head_dim, rows, heads, rows + 1,
-// batch), and both axes of rows have the stride of a row. The map begins `rows` rows before the operand. So a box at
-// (rows + row - end, end) begins at `row`, and what lies from row `end` on is out of bounds: with end = 0, all of it.
+// The first row of a box in a tensor map of rank 5, which cuts boxes off at a sequence's end (L49). Its axes are
+// (head_dim, rows, heads, rows + 1, batch); both row axes have the stride of a row, and the map begins `rows` rows
+// before the operand. So a box at (rows + row - end, end) begins at `row`, and rows from `end` on are out of bounds.
+// With end = 0 all rows are.
 struct VarlenMapRows {
   int rows, row, end, batch;
 
@@ -93,25 +93,24 @@ struct VarlenMapRows {
   __device__ constexpr int first() const { return rows + row - end; }
 };
 
-// The pages of a sequence. Key j lies in row j % size of page table[j / size]; keys of a page that is not there are not
-// seen.
+// The pages of a sequence. Key j lies in row j % size of page table[j / size]. Keys of missing pages are masked.
 struct Pages {
-  const int* table;  // null where keys do not lie in pages
-  int size, count;   // keys of a page, and pages that there are
+  const int* table;  // null if keys are not paged
+  int size, count;   // keys of a page, and number of pages
 
   __device__ __forceinline__ bool is_there(int page) const { return page >= 0 && page < count; }
 
   __device__ __forceinline__ bool has(int key) const { return is_there(table[key / size]); }
 
-  // A key's row in an operand like k, where `first` is the same place in row 0 of page 0; null if its page is not
-  // there.
+  // Returns a key's row in a k-like operand, or null if its page is missing. `first` is the same head and column in row
+  // 0 of page 0.
   __device__ __forceinline__ const char* row_of(const char* first, const Operand& x, int bytes, int key) const {
     const int page = table[key / size];
     if (!is_there(page)) return nullptr;
     return first + (page * x.stride_batch + key % size * x.stride_seqlen) * bytes;
   }
 
-  // Whether a page of the keys `keys` is not there. All lanes of a warp ask together.
+  // True if a page of these keys is missing. All lanes of a warp call together.
   __device__ __forceinline__ bool lacks_some(Range keys) const {
     bool lacks = false;
     for (long long i = keys.begin / size + threadIdx.x % 32; i * size < keys.end; i += 32) lacks |= !is_there(table[i]);
@@ -119,14 +118,14 @@ struct Pages {
   }
 };
 
-// Where the rows of operands like k lie: one after the other, or in pages.
+// Location of the rows of k-like operands: consecutive rows, or pages.
 struct PagedPlace : Place {
   Pages pages;
 
   __device__ bool is_paged() const { return pages.table != nullptr; }
 };
 
-// A reference to a PagedPlace in shared memory, for loads of key tiles. why not a copy: it is seldom read.
+// A reference to a PagedPlace in shared memory, for loads of key tiles; a copy would cost registers and is rarely read.
 struct KeyPlaceInMemory {
   static constexpr bool kMayBePaged = true;
   const PagedPlace& at;
@@ -136,10 +135,10 @@ struct KeyPlaceInMemory {
   }
 };
 
-// Query i sees key j if and only if i + mask_first <= j <= i + mask_last; kOpen is no bound. With mask_from_end, both
-// bounds are counted from seqlen_k - seqlen_q.
+// A sequence of a varlen batch. Query i sees key j if and only if i + mask_first <= j <= i + mask_last; kOpen is no
+// bound. With mask_from_end both bounds count from seqlen_k - seqlen_q.
 struct VarlenSequence {
-  static constexpr int kOpen = 0x80000000;  // why the least number: no bound that the host gives is as low
+  static constexpr int kOpen = 0x80000000;  // the least int: no bound of the host is as low
 
   using KeyPlace = KeyPlaceInMemory;
   using HeldMask = const Mask&;
@@ -149,14 +148,14 @@ struct VarlenSequence {
   PagedPlace k_place;
   int length_q, length_k;
   Mask bounds;
-  int padded_q, padded_k;  // the first rows of what is padded to slots
+  int padded_q, padded_k;  // first rows in slot-padded buffers
 
-  // A sequence of the batch; another number is a sequence of no rows.
+  // Reads sequence `number`; a number outside the batch gives a sequence without rows.
   __device__ VarlenSequence(const ProblemParams& p, int number)
       : VarlenSequence(p, number,
                        p.cu_seqlens_q != nullptr ? axis_of_queries(p).rows_of(existing(p, number)) : Range{}) {}
 
-  // The same where it is known which rows of packed queries are the sequence's.
+  // Reads sequence `number`, whose packed rows of q are known.
   __device__ VarlenSequence(const ProblemParams& p, int number, Range packed_q)
       : heads_q(p.heads_q), rows_q(p.rows_q), bounds(0, 0, 0, 0) {
     const bool exists = number >= 0 && number < p.batch;
@@ -195,7 +194,7 @@ struct VarlenSequence {
   __device__ Range visible_keys() const { return visible_or_none(bounds.key_range(0, length_q)); }
   __device__ Range visible_queries() const { return visible_or_none(bounds.row_range(0, length_k)); }
 
-  // What is padded has its rows in slots, over all sequences; heads are then not counted over the batch.
+  // Slot-padded buffers have the slots of all sequences in each head, so heads are not counted over the batch.
   __device__ static int most_queries(const ProblemParams& p) { return p.padded_rows_q; }
   __device__ static int most_keys(const ProblemParams& p) { return p.padded_rows_k; }
   __device__ int padded_query(int row) const { return padded_q + row; }
@@ -205,13 +204,13 @@ struct VarlenSequence {
   __device__ long long kv_head(int head) const { return head; }
   __device__ long long rows_offset(int head, int rows) const { return static_cast<long long>(head) * rows + padded_q; }
 
-  // Numbers before query 0 of a query head in lse.
+  // Returns the offset in lse of query 0 of a query head.
   __device__ long long lse_offset(int head) const {
     return (static_cast<long long>(q_place.batch) * heads_q + head) * rows_q + q_place.begin;
   }
 
  private:
-  // why the lengths: of no queries, or of no keys, the ranges of a mask say nothing.
+  // Empty if a length is 0: the ranges of the mask are then meaningless.
   __device__ Range visible_or_none(Range range) const {
     const bool any = length_q > 0 && length_k > 0 && bounds.lo <= bounds.hi && range.begin < range.end;
     return any ? range : Range{0, 0};
@@ -228,5 +227,5 @@ struct VarlenSequence {
   }
 };
 
-// The sequences of a kernel that is compiled for both.
+// The sequence type of kernels that are compiled for both.
 using AnySequence = Select<kVarlen, VarlenSequence, Sequence>;

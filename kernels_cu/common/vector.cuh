@@ -1,4 +1,4 @@
-// Chunks: 16 bytes of a row in global memory, moved element by element where the row is not aligned.
+// Chunks: 16 bytes of a row in global memory. Rows that are not aligned are accessed element by element.
 #pragma once
 #include "numeric.cuh"
 
@@ -17,7 +17,7 @@ struct alignas(16) Chunk {
     return value;
   }
 
-  // Sets elements i and i + 1, where i is even. The chunk must be of the input dtype.
+  // Sets elements i and i + 1 (i even) of a chunk of the input dtype.
   __device__ __forceinline__ void set2(int i, float x, float y) {
     static_assert(kType == kDType, "pack2 makes the input dtype");
     if constexpr (kType == DType::kFloat32) words[i] = __float_as_uint(x), words[i + 1] = __float_as_uint(y);
@@ -25,7 +25,7 @@ struct alignas(16) Chunk {
   }
 };
 
-// The chunk at `column` of a row. `count` of its elements exist; the others become zero.
+// Loads the chunk at `column` of a row. Its first `count` elements exist; the others become zero.
 template <DType kType>
 __device__ __forceinline__ Chunk<kType> load_chunk(const void* row, int column, int count, bool aligned) {
   const char* const from = static_cast<const char*>(row) + column * Chunk<kType>::kBytes;
@@ -44,7 +44,7 @@ __device__ __forceinline__ Chunk<kType> load_chunk(const void* row, int column, 
   return chunk;
 }
 
-// Stores those of the chunk's elements that exist.
+// Stores the first `count` elements of a chunk.
 template <DType kType>
 __device__ __forceinline__ void store_chunk(void* row, int column, int count, bool aligned, const Chunk<kType>& chunk) {
   char* const to = static_cast<char*>(row) + column * Chunk<kType>::kBytes;

@@ -1,14 +1,14 @@
-// What of a sequence among several of different lengths takes part in backward on Hopper, and where it lies.
+// The visible rows of a variable-length sequence in Hopper's backward, and their location.
 #pragma once
 #include "varlen.cuh"
 
-// The queries of a sequence that see some key, and the keys that some query sees, numbered from the first of each. why
-// not the whole sequence: copies are cut off behind the last of these rows, but not before the first. So no other row
-// is read; delta.cu numbers queries in the same way.
+// Queries that see some key, and keys that some query sees, numbered from the first of each. Tensor maps cut copies off
+// behind the last of these rows but not before the first, so the numbering skips the rows before it. delta.cu numbers
+// queries in the same way.
 struct alignas(16) VisibleRows {
-  int seqlen_q, seqlen_k, lo, hi;  // of the mask
-  VarlenMapRows q, k;              // of query 0 and of key 0
-  int padded_q;                    // the row of query 0 in what is padded to slots
+  int seqlen_q, seqlen_k, lo, hi;  // mask of the visible rows
+  VarlenMapRows q, k;              // locations of query 0 and key 0
+  int padded_q;                    // row of query 0 in slot-padded buffers
 
   VisibleRows() = default;
   __device__ VisibleRows(const ProblemParams& p, const VarlenSequence& sequence) {
@@ -23,7 +23,7 @@ struct alignas(16) VisibleRows {
 
   __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, lo, hi); }
 
-  // What another lane has. All lanes of a warp ask together.
+  // Returns another lane's rows. All lanes of a warp call together.
   __device__ VisibleRows of_lane(int lane) const {
     auto get = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
     auto get_rows = [&](const VarlenMapRows& x) {
@@ -41,7 +41,7 @@ struct alignas(16) VisibleRows {
   }
 };
 
-// What the mods need of a sequence, and where in it the numbers of VisibleRows begin.
+// Sequence data that mods read, and the first rows that VisibleRows number.
 struct WholeSequence {
   int number, used_queries, used_keys;
   int first_query, first_key;
@@ -59,7 +59,7 @@ struct ListedSeqlensOf<true> : WholeSequence {
   __device__ ListedSeqlensOf(const VarlenSequence& x, int sequence_number)
       : WholeSequence{sequence_number, x.seqlen_q(), x.seqlen_k(), x.visible_queries().begin, x.visible_keys().begin} {}
 
-  // What another lane has. All lanes of a warp ask together.
+  // Returns another lane's data. All lanes of a warp call together.
   __device__ ListedSeqlensOf of_lane(int lane) const {
     auto get = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
     ListedSeqlensOf other;
@@ -70,11 +70,11 @@ struct ListedSeqlensOf<true> : WholeSequence {
 };
 using ListedSeqlens = ListedSeqlensOf<kListsSeqlens>;
 
-// A block of keys or queries of a sequence, as delta.cu lists it for the kernel that goes over them.
+// A block of keys or queries of a sequence, as delta.cu lists it for a backward kernel.
 struct alignas(16) VisibleBlock : VisibleRows, ListedSeqlens {
   static constexpr int kNone = -1;
 
-  int block;  // its number among those of the sequence, or kNone
+  int block;  // index among the sequence's blocks, or kNone
 
   VisibleBlock() = default;
   __device__ VisibleBlock(const VisibleRows& rows, const ListedSeqlens& sequence, int block_idx)
@@ -82,8 +82,8 @@ struct alignas(16) VisibleBlock : VisibleRows, ListedSeqlens {
 };
 static_assert(sizeof(VisibleBlock) == (kListsSeqlens ? 80 : 64), "the host reserves this much for each");
 
-// How the key blocks of a list are shared out, counted over the list and kv heads: the first `whole` of them each to
-// one thread block, each of the others to `parts` of them.
+// Assignment of key blocks, counted over the list and kv heads, to thread blocks. The first `whole` key blocks get one
+// each, all others get `parts`.
 struct alignas(16) KeyShares {
   int listed, whole, parts, unused;
 };

@@ -1,17 +1,17 @@
-// append_kv: new keys and values are written behind those that a cache holds. On the way keys are rotated at their
-// positions, and so are queries, into an array of their own. For row i of sequence b:
+// append_kv: writes new keys and values behind the used rows of a cache. It rotates keys at their positions, and
+// queries into an output of their own. For row i of sequence b:
 //
 //   position = seqused_k[b] + i         page = page_table[b][position / page_size], or cache_batch_idx[b], or b
 //   k_cache[page][position % page_size] = rotated k, v_cache[page][position % page_size] = v, q_out[i] = rotated q
 //
-//   x' = x cos − y sin   y' = x sin + y cos   where pair j of a row is (row[j], row[rotary_dim / 2 + j]) or, where
-//   pairs are interleaved, (row[2 j], row[2 j + 1]), and its cos and sin are those of the tables at [position][j]
+//   x' = x cos − y sin   y' = x sin + y cos   for pair j of a row: (row[j], row[rotary_dim / 2 + j]) or, interleaved,
+//   (row[2 j], row[2 j + 1]); cos and sin are the tables at [position][j]
 //
-// Numbers that are read from memory are not trusted: whatever they are, no address lies outside of the arrays.
+// Values read from memory are not trusted: whatever they are, no address lies outside of the arrays.
 //
-// Roles    A thread owns a piece of one head of one new row: up to kChunkElements pairs, which are the 16 bytes at two
-//          places, or 16 bytes of what is not rotated. Thread blocks for keys and values come first, then those for
-//          queries. All pieces of a row follow each other: the heads of k, then the heads of v.
+// Roles    A thread owns a piece of one head of one new row: up to kChunkElements pairs (two chunks of 16 bytes), or
+//          one chunk that is not rotated. Thread blocks of keys and values come first, thread blocks of queries after
+//          them. All pieces of a row are consecutive: the heads of k, then the heads of v.
 #include "../common/params.cuh"
 #include "../common/vector.cuh"
 
@@ -26,19 +26,19 @@ __device__ __forceinline__ char* address(const Operand& x, int batch, int row, i
   return static_cast<char*>(x.pointer) + element * kElementBytes;
 }
 
-// A new row: where it lies in its array, and which row of which sequence it is. Sequence -1: it belongs to none.
+// A new row: its location in its array, and its sequence and index there. Sequence -1: it belongs to none.
 struct NewRow {
   int batch, row;
   int sequence, index;
 };
 
-// Row `number` of all rows of an array that has `rows` of them on its second axis.
+// Returns row `number` of an array that has `rows` rows on its second axis.
 __device__ __forceinline__ NewRow new_row(const int* cu_seqlens, int num_sequences, int rows, long long number) {
   if (cu_seqlens == nullptr) {
     const int batch = static_cast<int>(number / rows), row = static_cast<int>(number - batch * 1ll * rows);
     return {batch, row, batch, row};
   }
-  // Halves what is left until it is the first sequence that ends behind the row, or num_sequences.
+  // Binary search for the first sequence that ends behind the row; num_sequences if there is none.
   const int row = static_cast<int>(number);
   int sequence = 0, end = num_sequences;
   while (sequence < end) {
@@ -51,12 +51,12 @@ __device__ __forceinline__ NewRow new_row(const int* cu_seqlens, int num_sequenc
   return {0, row, sequence, row - begin};
 }
 
-// A piece of a row, of which `rotary_dim` elements are rotated: first and second side of some pairs, or one chunk.
+// A piece of a row: both sides of some pairs, or one chunk that is not rotated. The row rotates `rotary_dim` elements.
 struct Piece {
-  int pair, pairs;                  // the first pair, and how many there are; 0: these elements are not rotated
-  int column, count;                // of the first chunk: its column, and how many of its elements exist
-  int second_column, second_count;  // the same of the second chunk
-  bool in_chunks;                   // whether its chunks begin at 16 bytes of a row
+  int pair, pairs;                  // first pair and number of pairs; 0: the elements are not rotated
+  int column, count;                // column and element count of the first chunk
+  int second_column, second_count;  // column and element count of the second chunk
+  bool in_chunks;                   // true if its chunks begin at multiples of 16 bytes of the row
   Chunk<kDType> first, second;
 
   __device__ __forceinline__ Piece(int index, int columns, int rotary_dim, bool interleaved) {
@@ -89,12 +89,12 @@ struct Piece {
   }
 };
 
-// One pair after the rotation. why not fused: NumPy does not fuse either, so all devices give the same bits.
+// Returns a rotated pair. Not fused: NumPy does not fuse either, so all devices give the same bits.
 __device__ __forceinline__ float2 rotated(float x, float y, float cos, float sin) {
   return make_float2(__fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin)), __fadd_rn(__fmul_rn(x, sin), __fmul_rn(y, cos)));
 }
 
-// Rotates the pairs of a piece. cos_row, sin_row: the tables' rows of its position, from pair 0 on.
+// Rotates the pairs of a piece. cos_row and sin_row are the table rows of its position, from pair 0 on.
 template <bool kInterleaved, DType kTable>
 __device__ __forceinline__ void rotate(Piece& piece, const char* cos_row, const char* sin_row) {
   constexpr int kStep = Chunk<kTable>::kElements;
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   const long long number = thread / pieces_of_row;
   if (number >= (cu_seqlens == nullptr ? static_cast<long long>(p.batch) * rows : rows)) return;
 
-  // Which piece of which head of k, v or q it is.
+  // Splits the index into k, v or q, its head, and the piece of the head.
   unsigned index = static_cast<unsigned>(thread - number * pieces_of_row);
   const unsigned pieces_of_k = heads * p.pieces;
   const bool is_value = index >= pieces_of_k;
@@ -153,14 +153,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   const Operand& from = is_query ? p.q : is_value ? p.v : p.k;
   const Operand& to = is_query ? p.q_out : is_value ? p.v_cache : p.k_cache;
   if (at.sequence < 0) {
-    if (is_query) {  // why: the array is new, and holds anything until it is written
+    if (is_query) {  // q_out is uninitialised
       piece.first = piece.second = Chunk<kDType>{};
       piece.store(address(to, at.batch, at.row, head), to.aligned);
     }
     return;
   }
 
-  piece.load(address(from, at.batch, at.row, head), from.aligned);  // why so early: the next loads need not wait for it
+  piece.load(address(from, at.batch, at.row, head), from.aligned);  // loaded first, to overlap with the next loads
   const int capacity = p.max_pages * p.page_size;
   const int used = min(max(p.seqused_k[at.sequence], 0), capacity);
   const int position = used + (is_query && p.q_same_position ? 0 : at.index);

@@ -1,12 +1,12 @@
-// block_mask: the kind of each mask tile of 64 queries x 64 keys: of which a mask_mod shows nothing, a part, or all.
+// block_mask: classifies each mask tile of 64 queries x 64 keys under a mask_mod.
 //
-//   tile = 0 if none of its pairs is visible, 2 if all are, else 1; only pairs of queries and keys that exist count
+//   tile = 0 if none of its pairs is visible, 2 if all are, else 1; only existing queries and keys count
 //
-// cuflash/reference/block_mask.py is the same in NumPy. Where a call makes mask tiles for itself, those that its other
-// masks hide are not asked for, and get 3 (common/mask_tiles.cuh).
+// cuflash/reference/block_mask.py does the same in NumPy. In a call that computes its own mask tiles, tiles that its
+// other masks hide are not evaluated, and become 3 (common/mask_tiles.cuh).
 //
-// Roles    A warp owns a mask tile. It looks at 8 queries at a time, until it has found both kinds of pairs. Lane l has
-//          query l / 4 of them, and 16 keys from key 16 (l % 4) on, as bits of a word.
+// Roles    A warp owns a mask tile. It evaluates 8 queries at a time and stops once it has found visible and hidden
+//          pairs. Lane l has query l / 4 of the 8, and 16 keys from key 16 (l % 4) on, as bits of a word.
 #include "../common/mask_tiles.cuh"
 #include "../common/mods.cuh"
 #include "../common/varlen.cuh"
@@ -16,7 +16,7 @@ static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters")
 
 constexpr int kLanesOfQuery = 4, kQueriesTogether = 32 / kLanesOfQuery, kKeysOfLane = kMaskTile / kLanesOfQuery;
 
-// What a mask shows of a mask tile. All lanes of a warp ask together.
+// Returns the kind of a mask tile. All lanes of a warp call together.
 __device__ __forceinline__ MaskTileKind kind_of(const ModHead& mod_head, Range queries, Range keys) {
   const int lane = threadIdx.x % 32, key = keys.begin + lane % kLanesOfQuery * kKeysOfLane;
   const unsigned exist = (1u << clamped(keys.end - key, kKeysOfLane)) - 1;
@@ -39,7 +39,7 @@ __device__ __forceinline__ MaskTileKind kind_of(const ModHead& mod_head, Range q
   return any_visible ? kFullTile : kEmptyTile;
 }
 
-// Whether some of the queries sees one of the keys, of which there may be none.
+// True if some of the queries sees one of the keys; either range may be empty.
 __device__ __forceinline__ bool shows_some(const Mask& mask, Range queries, Range keys) {
   const Range visible = mask.key_range(queries.begin, queries.end);
   return queries.begin < queries.end && const_max(visible.begin, keys.begin) < const_min(visible.end, keys.end);

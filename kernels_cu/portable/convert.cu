@@ -1,7 +1,7 @@
-// convert: the accumulators of backward become gradients in the input dtype.
+// convert: converts the accumulators of backward to gradients in the input dtype.
 //
 //   dq = softmax_scale * dq_acc
-//   dk = softmax_scale * the sum of dk_acc over the splits of a kv head, and dv = the sum of dv_acc; only with splits
+//   dk = softmax_scale * (sum of dk_acc over splits), dv = (sum of dv_acc over splits); only with splits
 //
 // Roles    A thread owns 8 columns of two rows that are 8 apart: 64 bytes of an accumulator (common/accumulators.cuh).
 #include "../common/accumulators.cuh"
@@ -10,9 +10,8 @@
 
 static_assert(sizeof(ConvertParams) == kParamsBytes, "the host packs other parameters");
 
-// The conversion of one gradient, whose rows are queries or keys. Where 16 rows of the accumulators belong to: rows row
-// … row + 15 of a sequence, of which num_rows are written. Rows outside of `valid` see nothing, or are seen by no
-// query: they become zeros.
+// Location of a strip of 16 accumulator rows: rows row … row + 15 of a sequence, which has num_rows written rows. Rows
+// outside of `valid` have no visible pair, and become zeros.
 template <bool kIsVarlen>
 struct Strip {
   Place place;
@@ -33,7 +32,7 @@ struct Strip<true> {
   Range valid;
   int row, num_rows;
 
-  // All lanes of a warp ask together, for the same strip.
+  // All lanes of a warp call together, for the same strip.
   __device__ Strip(const ProblemParams& problem, bool of_queries, int, int padded_row) {
     const Axis axis = of_queries ? axis_of_queries(problem) : axis_of_keys(problem);
     const RowSlots at = RowSlots::of_slot(axis, padded_row / kPaddedSlot, kPaddedSlot);
@@ -46,6 +45,7 @@ struct Strip<true> {
   }
 };
 
+// The conversion of one gradient. kRowsAreQueries: the gradient is dq, else dk or dv.
 template <bool kRowsAreQueries>
 struct Conversion {
   const ConvertParams& params;
@@ -61,7 +61,7 @@ struct Conversion {
   const int strips = (most_rows + 15) / 16;
 
   __device__ long long num_threads() const {
-    const long long batch = kVarlen ? 1 : problem.batch;  // varlen rows follow each other in a head
+    const long long batch = kVarlen ? 1 : problem.batch;  // varlen: a head has the rows of all sequences
     return acc == nullptr ? 0 : batch * heads * strips * padded_columns;
   }
 
@@ -81,7 +81,7 @@ struct Conversion {
       const float4* const source = reinterpret_cast<const float4*>(first + fragment * kFragmentFloats);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // These are either all four registers of lane 4 g + i, or register i of the lanes 4 g … 4 g + 3.
+        // Either all four registers of lane 4 g + i, or register i of the lanes 4 g … 4 g + 3.
         const float4 y = source[(kFragmentByLane ? fragment_index(4 * g + i, 0) : fragment_index(4 * g, i)) / 4];
         const float words[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
@@ -92,7 +92,7 @@ struct Conversion {
       }
     }
     const Strip<kVarlen> at(problem, kRowsAreQueries, static_cast<int>(batch_head / heads), strip * 16);
-    if (kVarlen && column >= columns) return;  // why not before: the lanes of a warp look for their strip together
+    if (kVarlen && column >= columns) return;  // not earlier: the lanes of a warp search for their strip together
     char* const gmem = at.place.address(out, kElementBytes, static_cast<int>(batch_head % heads));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -1,13 +1,13 @@
-// delta: what backward needs of each query before its main kernel runs.
+// delta: computes the per-query inputs of backward's main kernel.
 //
 //   delta = rowsum(dout ∘ out) - dlse        lse * log2(e), or lse for float32; inf where a query sees nothing
 //
-// It also prepares the sums that thread blocks make together: it sets the accumulator of dq to zero or, for kernels
-// with semaphores at dq, these semaphores and those rows of dq that these kernels pass over. For kernels that
-// go over blocks of variable-length sequences it lists them, and does the same for dk and dv (key_blocks.cuh).
+// It also prepares sums over thread blocks. It zeroes the accumulator of dq or, for kernels with semaphores, these and
+// the rows of dq that such kernels skip. For kernels that walk block lists of variable-length sequences it writes the
+// lists, and zeroes the rows of dk and dv that they skip (key_blocks.cuh).
 //
-// Roles    8 threads own a query; a thread block owns 32 queries, of one head after the other. Where it lists
-//          blocks, the first thread block writes the list, if there is one, and those after it own a slot each.
+// Roles    8 threads own a query; a thread block owns 32 queries, of one head after the other. With block lists, the
+//          first thread block writes the key list, if there is one, and each of the next ones owns a slot.
 #include "../common/accumulators.cuh"
 #include "../common/tile_scheduler.cuh"
 #include "../ptx/grid.cuh"
@@ -18,7 +18,7 @@ static_assert(sizeof(DeltaParams) == kParamsBytes, "the host packs other paramet
 constexpr int kLanes = 8;
 constexpr int kRows = kNumThreads / kLanes;
 
-// 16 bytes of dout, and the same columns of out. kWhole: all of their elements exist, and are aligned.
+// 16 bytes of dout, and the same columns of out. kWhole: all elements exist and are aligned.
 template <bool kWhole>
 struct ChunkPair {
   static constexpr int kStep = Chunk<kOutDType>::kElements;
@@ -42,8 +42,8 @@ struct ChunkPair {
   }
 };
 
-// The thread's share of a row. why two chunks together, or two turns: so that their loads are on their way together.
-// why not the same for both: registers, of which a varlen thread block has fewer to lose.
+// Returns this thread's part of a row's dot product. Two chunks, or two iterations, keep their loads in flight
+// together. Varlen takes chunks, dense takes iterations: a varlen thread block has fewer registers to spare.
 template <bool kWhole>
 __device__ __forceinline__ float dot_row(const char* dout, const char* out, int lane, const DeltaParams& p) {
   constexpr int kTogether = kWhole && kVarlen ? 2 : 1, kStep = kLanes * kChunkElements;
@@ -82,12 +82,12 @@ struct DenseRows {
     return batch == p.problem.batch - 1 && head == p.problem.heads_q - 1;
   }
 
-  // Rows of dq, and the query whose stats come first.
+  // Rows of dq, and the query whose stats are stored first.
   __device__ int num_rows() const { return sequence.seqlen_q(); }
   __device__ static constexpr int first_query(const DeltaParams&) { return 0; }
 };
 
-// Rows of a sequence among several of different lengths, or of none.
+// Rows of a variable-length sequence, or rows outside of all sequences.
 struct VarlenRows {
   int head, head_end;
   unsigned row_of_head;
@@ -107,7 +107,8 @@ struct VarlenRows {
         sequence(p.problem, row_slots.sequence),
         place{sequence.q_place.batch, row_slots.begin} {}
 
-  // Thread blocks that have the same rows, which follow each other. why: rows of all heads lie side by side in memory.
+  // Returns the number of thread blocks for the same rows. They are consecutive, because rows of all heads are adjacent
+  // in memory.
   __device__ static unsigned num_parts(const DeltaParams& p) {
     return (unsigned(p.problem.heads_q) + p.heads_each - 1) / p.heads_each;
   }
@@ -118,21 +119,21 @@ struct VarlenRows {
 
   __device__ int num_rows() const { return row_slots.num_rows(); }
 
-  // why: the kernels whose stats stand in rows number queries from the first that sees a key
+  // Kernels that read stats as rows (stats_step 1) number queries from the first one that sees a key
   // (sm90/pipeline/visible_sequence.cuh).
   __device__ int first_query(const DeltaParams& p) const {
     return p.stats_step == 1 ? sequence.visible_queries().begin : 0;
   }
 
-  // Thread blocks for a list and for slots come before those for queries.
+  // Thread blocks of the key list and of slots come before thread blocks of queries.
   __device__ static int blocks_for_slots(const DeltaParams& p) { return p.num_slots == 0 ? 0 : 1 + p.num_slots; }
   __device__ static unsigned index(const DeltaParams& p) { return blockIdx.x - blocks_for_slots(p); }
 };
 
 using Rows = Select<kVarlen, VarlenRows, DenseRows>;
 
-// Thread blocks of an SM at least. why many: rows come from memory, and what hides that is their number. Fewer where a
-// thread holds more of a sequence while it makes the list.
+// Minimum of thread blocks per SM: many blocks hide the latency of rows from memory. Fewer with kListsSeqlens, where
+// threads hold more of a sequence while they write the list.
 constexpr int kMinBlocks = !kVarlen ? 0 : kListsSeqlens ? 4 : 5;
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
@@ -177,7 +178,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
   }
 
-  // Where the row of the head at hand lies. why not found for each head, and why last: registers.
+  // Location of the current head's row. Advanced from head to head, and computed after the loops above, to save
+  // registers.
   const char* dout = sequence.queries().address(p.dout, kElementBytes, work.head, query);
   const char* out = sequence.queries().address(p.out, kOutBytes, work.head, query);
   long long at = sequence.lse_offset(work.head) + query;
@@ -187,14 +189,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   for (int head = work.head; head < work.head_end; ++head) {
     float delta = 0.0f, lse = -infinity(), dlse = 0.0f;
     if (sees) {
-      lse = p.lse[at];  // why so early: the load is then on its way together with those that follow
+      lse = p.lse[at];  // loaded first, to overlap with the loads below
       if (p.dlse != nullptr) dlse = p.dlse[at];
       delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
     }
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
     if (lane == 0 && work.exists()) {
-      // why inf: a query that sees nothing, and one past the last, weighs nothing, because exp2(s - inf) = 0.
+      // inf makes the weight of a query without keys, or past the last query, zero: exp2(s - inf) = 0.
       const bool nothing = lse == -infinity();
       stats[0] = nothing ? infinity() : kDType == DType::kFloat32 ? lse : lse * kLog2E;
       stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;

@@ -1,15 +1,15 @@
-// Of variable-length sequences, what delta.cu does for kernels that go over their blocks: it lists key blocks that some
-// query sees (for sm90/backward/backward.cu) or which blocks the slots of queries and keys hold (for
-// sm90/backward/backward_dq_dkv.cu), and sets the gradients of keys that no query sees to zero.
+// Block lists of variable-length sequences, which delta.cu writes. For sm90/backward/backward.cu: the key blocks that
+// some query sees. For sm90/backward/backward_dq_dkv.cu: the block in each slot of queries and keys. Gradients of keys
+// without queries are set to zero.
 #pragma once
 #include "../common/visible_rows.cuh"
 #include "../common/vector.cuh"
 
-// How so many key blocks are shared out, counted over kv heads, too (L35). With last_steps, those of the last wave are
-// shared if that is shorter. Else all are, until there are three waves of parts, and at least least_parts of each
-// (L34).
+// Assigns key blocks, counted over the list and kv heads, to thread blocks (full to the end, L35). With last_steps,
+// only the key blocks of the last wave are shared, if that is faster. Otherwise all are, until there are three waves
+// and at least least_parts thread blocks per key block (L34).
 __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
-  constexpr int kAddingUp = 6;  // so many steps take as long as adding up a part of a key block
+  constexpr int kAddingUp = 6;  // adding up one part of a key block takes as long as 6 steps
   const int all = listed * (p.problem.heads_q / p.problem.heads_per_kv), rest = all % p.takers;
   KeyShares shares{listed, all, 1};
   if (p.last_steps > 0) {
@@ -27,17 +27,17 @@ __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
   return shares;
 }
 
-// Sorts the last key blocks of the list, so that the longest come first, and those of a sequence in their order. All
-// threads call. why not all: others that use the same rows of q follow each other, so that L2 has these.
+// Sorts the last key blocks of the list: longest first, and key blocks of a sequence in their order. All threads call
+// it. The others stay in place: neighbours use the same rows of q, which L2 then holds.
 __device__ inline void sort_last(const DeltaParams& p, VisibleBlock* list, int listed) {
   __shared__ int lengths[kNumThreads];
   const int count = min(listed, min(p.sorted_blocks, kNumThreads)), i = threadIdx.x;
   VisibleBlock* const last = list + listed - count;
-  __syncthreads();  // why: others wrote them
+  __syncthreads();  // other threads wrote the list
   VisibleBlock entry;
   if (i < count) {
     entry = last[i];
-    // Without a mask they are as long as there are queries; under a causal mask the more, the more keys follow.
+    // Length without a mask: the number of queries. Under a causal mask: the number of keys from this block on.
     lengths[i] = p.last_steps > 0 ? entry.seqlen_q : entry.seqlen_k - entry.block * p.block_k;
   }
   __syncthreads();
@@ -49,9 +49,9 @@ __device__ inline void sort_last(const DeltaParams& p, VisibleBlock* list, int l
   last[rank] = entry;
 }
 
-// Writes the list, and how it is shared out. Sequences follow each other, and of sequences_together of them first all
-// first key blocks come, then all second ones, and so on. One thread block calls. why a list: the kernel then knows how
-// many there are, and gets what it has to know of one by one copy.
+// Writes the list and its assignment to thread blocks. Sequences follow each other; within sequences_together of them
+// come all first key blocks, then all second ones, and so on. One thread block calls it. With a list, the kernel gets
+// the number of key blocks and the data of each by one copy.
 __device__ inline void list_key_blocks(const DeltaParams& p) {
   constexpr int kWarps = kNumThreads / 32;
   __shared__ int of_warps[kWarps], counts[kNumThreads];
@@ -59,7 +59,8 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
   VisibleBlock* const list = static_cast<VisibleBlock*>(p.key_list);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int listed = 0;
-  // why none else: tiles of dq would have semaphores that no block passes, and others would wait for them for ever.
+  // The list is empty if cu_seqlens decrease: tiles of dq would have semaphores that no block signals, and waits would
+  // never end.
   const bool in_order = axis_of_queries(problem).is_in_order() && axis_of_keys(problem).is_in_order();
   const int batch = __syncthreads_and(in_order) ? problem.batch : 0;
   for (int first = 0; first < batch; first += kNumThreads) {
@@ -84,8 +85,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
       listed += of_warps[other];
     }
     __syncthreads();
-    // A warp writes those of its sequences one after the other, each to its places among those of sequences that take
-    // turns.
+    // A warp writes the blocks of its sequences one after the other, at indices that alternate with other sequences'.
 #pragma unroll 1
     for (unsigned left = __ballot_sync(0xffffffffu, count > 0); left != 0; left &= left - 1) {
       const int source = __ffs(left) - 1, blocks = __shfl_sync(0xffffffffu, count, source);
@@ -101,7 +101,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
           const int others = counts[32 * warp + other];
           to += min(others, block) + (other < source && others > block);
         }
-        // why a bound: another kernel may write to the lengths while they are read.
+        // Bounded, because another kernel may write to the lengths while they are read.
         if (unsigned(to) < p.max_key_blocks) list[to] = VisibleBlock(same, same_seqlens, block);
       }
     }
@@ -120,8 +120,8 @@ __device__ __forceinline__ void zero_row(const Operand& x, const Place& place, i
   }
 }
 
-// Tells which block of queries that see a key, or of keys that are seen, a slot holds. Queries come from the last on.
-// One warp calls. why not the kernel that goes over it: to find out takes about 1 µs, for each head and gradient.
+// Writes the block of a slot: queries that see a key (from the last block on), or keys that are seen. One warp calls
+// it. In the main kernel the search would take about 1 µs per head and gradient.
 template <bool kOfQueries>
 __device__ void write_slot(const ProblemParams& problem, void* blocks, int slot) {
   const Axis axis = kOfQueries ? axis_of_queries(problem) : axis_of_keys(problem);
@@ -135,7 +135,7 @@ __device__ void write_slot(const ProblemParams& problem, void* blocks, int slot)
   if (threadIdx.x % 32 == 0) static_cast<VisibleBlock*>(blocks)[slot] = block;
 }
 
-// The same of both sides. All threads call.
+// Writes the blocks of a slot of both sides. All threads call it.
 __device__ inline void write_slots(const DeltaParams& p, int slot) {
   if (p.q_blocks == nullptr) return;
   const int warp = threadIdx.x / 32;
@@ -143,7 +143,7 @@ __device__ inline void write_slots(const DeltaParams& p, int slot) {
   if (warp == 1) write_slot<false>(p.problem, p.k_blocks, slot);
 }
 
-// Sets dk and dv of those keys of a slot to zero that no query sees.
+// Sets dk and dv to zero for the keys of a slot that no query sees.
 template <int kLanes>
 __device__ void zero_hidden_keys(const DeltaParams& p, int slot) {
   const ProblemParams& problem = p.problem;

@@ -1,5 +1,5 @@
-// The steps of the key blocks of backward on Hopper under a mask_mod, and the order in which thread blocks take them:
-// those with more steps come first. why: the last ones then end at about the same time.
+// Steps of key blocks in Hopper's backward under a mask_mod, and the order of the key blocks. Most steps come first, so
+// that the last ones end at about the same time.
 #pragma once
 #include "../common/mask_tiles.cuh"
 #include "../common/query_tiles.cuh"
@@ -8,8 +8,8 @@
 
 constexpr int kKeyBlock = 128;  // keys of a key block
 
-// Lists the steps of a key block with a query head, in the order in which it takes them, and their end. The result is
-// how many there are. All lanes of a warp call.
+// Writes the list of a key block's steps with a query head, in order, and its end marker. Returns the number of steps.
+// All lanes of a warp call together.
 template <int kTile>
 __device__ __forceinline__ int list_steps(const TileCountsParams& p, const Sequence& sequence, int head, int block,
                                           int* list) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ int list_steps(const TileCountsParams& p, const Seque
   return count;
 }
 
-// Writes the order of the key blocks of a kv head, from their steps. All threads call.
+// Writes the order of a kv head's key blocks from their step counts. All threads call it.
 __device__ __forceinline__ void write_order(int* order, const int* steps, int blocks) {
   __shared__ int others[kNumThreads];
 #pragma unroll 1
@@ -58,8 +58,8 @@ __device__ __forceinline__ void write_order(int* order, const int* steps, int bl
   }
 }
 
-// Finds the steps of the key blocks of some kv head. `index` counts the thread blocks of all such heads. Each of their
-// warps has a key block, and the block that ends last writes the order of all.
+// Lists the steps of key blocks of one kv head. `index` counts thread blocks over all such heads. Each warp has a key
+// block, and the last thread block of a head to end writes the order.
 __device__ __forceinline__ void find_key_steps(const TileCountsParams& p, unsigned index) {
   __shared__ bool is_last;
   const unsigned blocks = (p.num_k_blocks + kNumWarps - 1) / kNumWarps, number = index / blocks;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void find_key_steps(const TileCountsParams& p, unsign
     if (p.key_order != nullptr && threadIdx.x % 32 == 0) p.step_counts[first + block] = count;
   }
   if (p.key_order == nullptr) return;
-  wait_kernels_ahead();  // why: the counter
+  wait_kernels_ahead();  // delta.cu zeroes the counter
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) is_last = atomicAdd(p.semaphores + p.first_counter + number, 1u) == blocks - 1;

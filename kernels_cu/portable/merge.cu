@@ -1,5 +1,5 @@
-// merge: partial attention states (out, lse) over disjoint keys become the state over all of these keys. It blends
-// whole states as FLASH-D (arXiv 2505.14201) blends tiles:
+// merge: merges partial attention states (out, lse) over disjoint keys into the state over all keys. It blends whole
+// states as FLASH-D (arXiv 2505.14201) blends tiles:
 //
 //   w = sigmoid(lse_i - lse)   out = out + (out_i - out) w   lse = lse + softplus(lse_i - lse)
 //
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   if (row >= params.num_elements / params.head_dim_v) return;
   const int column = static_cast<int>(index - row * chunks_per_row) * kChunkElements;
   const int count = min(params.head_dim_v - column, kChunkElements);
-  const bool whole_chunks = params.head_dim_v % kChunkElements == 0;  // then rows are aligned if the first one is
+  const bool whole_chunks = params.head_dim_v % kChunkElements == 0;  // then all rows are aligned if the first one is
   const long long position = row / params.heads;                      // (batch, seqlen)
   const long long batch = position / params.seqlen;
   const long long lse_index = (batch * params.heads + row % params.heads) * params.seqlen + position % params.seqlen;
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
 #pragma unroll 1
   for (int i = 0; i < params.num_states; ++i) {
     const float lse_i = params.lses[i][lse_index];
-    if (lse_i == -infinity()) continue;  // this state has seen no key
+    if (lse_i == -infinity()) continue;  // a state without visible keys
     const void* const out_i = params.outs[i];
     const Chunk<kDType> chunk =
         load_chunk<kDType>(static_cast<const char*>(out_i) + offset, column, count, whole_chunks && is_aligned(out_i));

@@ -1,11 +1,11 @@
-// sinks_gradient: the gradient of the sinks, as far as some queries of a head give it.
+// sinks_gradient: sums the gradient of the sinks over some queries of a head.
 //
 //   dsink = Σ exp(sink - lse) (dlse - delta) over all queries, delta = rowsum(dout ∘ out)
 //
-// Queries that the mask lets see nothing have no out, hence delta 0, and a lse that is the sink. Queries that no
-// sequence uses have lse -inf, and add nothing.
+// A query without visible keys has delta 0 and the sink as its lse. A row without a sequence has lse -inf, and adds
+// nothing.
 //
-// Roles    A thread block owns some slots of kPaddedSlot queries of a head; its warps take them in turns.
+// Roles    A thread block owns some slots of kPaddedSlot queries of a head; its warps take the slots in turn.
 #include "../common/gradient_sums.cuh"
 #include "../common/mods.cuh"
 #include "../common/varlen.cuh"
@@ -15,7 +15,7 @@ static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters")
 
 // The queries of a slot.
 struct DenseSlot {
-  const int num_slots;  // of a sequence
+  const int num_slots;  // slots of a sequence
   const Sequence sequence;
   Range rows;
 
@@ -30,7 +30,7 @@ struct VarlenSlot {
   const VarlenSequence sequence;
   Range rows;
 
-  // All lanes of a warp ask together.
+  // All lanes of a warp call together.
   __device__ __forceinline__ VarlenSlot(const ProblemParams& p, int slot)
       : row_slots(RowSlots::of_slot(axis_of_queries(p), slot, kPaddedSlot)), sequence(p, row_slots.sequence) {
     rows.begin = row_slots.row(slot, kPaddedSlot);
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     const Range visible = at.sequence.visible_queries();
     const long long first_lse = at.sequence.lse_offset(head);
     const float* const stats = p.stats + 2 * (at.sequence.query_head(head) * p.stats_rows);
-    // why: the kernels whose stats stand in rows number varlen queries from the first that sees a key.
+    // Kernels that read stats as rows (stats_step 1) number varlen queries from the first one that sees a key.
     const int first = kVarlen && p.stats_step == 1 ? visible.begin : 0;
     for (int i = at.rows.begin + lane; i < at.rows.end; i += 32) {
       const float lse = p.lse[first_lse + i];

@@ -1,15 +1,15 @@
-// sum_tables: what thread blocks have summed, each in a table, becomes the gradient of an array.
+// sum_tables: adds the tables of thread blocks into the gradient of an array.
 //
-//   result[place] = total[place] + Σ table[place in a table], in one order
+//   result[element] = total[element] + Σ table[entry of the element], in a fixed order
 //
-// Roles    A thread owns an element; where there are few elements and many tables, the lanes of a warp share one.
+// Roles    A thread owns an element; with few elements and many tables, the lanes of a warp share an element.
 #include "../common/config.cuh"
 #include "../common/gradient_sums.cuh"
 #include "../common/params.cuh"
 
 static_assert(sizeof(SumTablesParams) == kParamsBytes, "the host packs other parameters");
 
-// Where an element lies in a table, or -1: it has no place there.
+// Returns the index of an element's entry in a table, or -1 if it has none.
 __device__ __forceinline__ long long place_of(const SumTablesParams& p, long long element) {
   long long place = 0;
 #pragma unroll 1

@@ -1,8 +1,8 @@
-// tile_counts: how many key blocks of backward on Hopper see some of each tile of queries, under a mask_mod whose mask
-// tiles are known (common/mask_tiles.cuh). Rows of dq that none of them sees, and so none writes, become zero. And
-// which steps key blocks have, and in which order they are taken.
+// tile_counts: counts, for Hopper's backward under a mask_mod, the key blocks that see each query tile, from mask tiles
+// (common/mask_tiles.cuh). Rows of dq that no key block sees become zero. It also lists the steps and the order of key
+// blocks.
 //
-// Roles    A warp owns a tile of queries of a head. Thread blocks behind these find steps (key_steps.cuh).
+// Roles    A warp owns a query tile of a head. The thread blocks after these list steps (key_steps.cuh).
 #include "../ptx/grid.cuh"
 #include "key_blocks.cuh"
 #include "key_steps.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ int count_key_blocks(const Params& p, const Sequence&
   return visible.count_visible();
 }
 
-// Of a tile: counts its key blocks, and zeros its rows of dq if there are none.
+// Counts the key blocks of a tile, and zeroes its rows of dq if there are none.
 __device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
   constexpr int kLanes = 8;  // threads that zero a row
   const ProblemParams& problem = p.problem;
@@ -39,11 +39,11 @@ __device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
   }
 }
 
-// It is launched while delta.cu runs, the kernel ahead, which has begun once all others had ended. Only the counters
-// are delta's.
+// Launched while delta.cu, the kernel ahead, still runs. delta.cu began after all earlier kernels had ended, so only
+// the counters must be waited for.
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params p) {
   launch_next_kernel();
   if (blockIdx.x < p.count_blocks) count_of_tile(p, blockIdx.x * kNumWarps + threadIdx.x / 32);
   else find_key_steps(p, blockIdx.x - p.count_blocks);
-  wait_kernels_ahead();  // why: the next kernel waits for this one alone
+  wait_kernels_ahead();  // the next kernel waits only for this one
 }

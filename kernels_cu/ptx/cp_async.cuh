@@ -1,16 +1,16 @@
-// cp.async: copies from global to shared memory without registers. The form .cg bypasses the L1 cache.
+// cp.async: copies from global to shared memory that bypass registers. The form .cg bypasses the L1 cache.
 #pragma once
 
 __device__ __forceinline__ void cp_async_16(unsigned smem_address, const void* gmem) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem_address), "l"(gmem) : "memory");
 }
 
-// Reads `bytes` bytes (0 to 16) and fills the rest of the 16 with zeros.
+// Copies `bytes` bytes (0 to 16) and fills the rest of the 16 with zeros.
 __device__ __forceinline__ void cp_async_16_zfill(unsigned smem_address, const void* gmem, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address), "l"(gmem), "r"(bytes) : "memory");
 }
 
-// Reads 16 bytes if they exist, else fills with zeros. why beside the form above: that needs five instructions more.
+// Copies 16 bytes if they exist, else writes zeros. Five instructions shorter than the form with a byte count.
 __device__ __forceinline__ void cp_async_16_or_zeros(unsigned smem_address, const void* gmem, bool exists) {
   asm volatile(
       "{\n.reg .pred absent;\nsetp.eq.u32 absent, %2, 0;\n"
@@ -26,7 +26,7 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's latest groups are on their way.
+// Waits until at most kPending of this thread's latest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

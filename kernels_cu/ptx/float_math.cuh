@@ -1,21 +1,21 @@
-// Functions of float32 that are one instruction, and the conversions of 16-bit floats.
+// float32 functions of one instruction, and conversions of 16-bit floats.
 #pragma once
 
-// The smaller number; NaN if one of them is NaN.
+// Returns the minimum; NaN if either argument is NaN.
 __device__ __forceinline__ float min_nan_f32(float x, float y) {
   float smallest;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(smallest) : "f"(x), "f"(y));
   return smallest;
 }
 
-// The larger number; NaN if one of them is NaN.
+// Returns the maximum; NaN if either argument is NaN.
 __device__ __forceinline__ float max_nan_f32(float x, float y) {
   float largest;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(x), "f"(y));
   return largest;
 }
 
-// The result differs from tanh(x) by up to 2^-11 of it.
+// Returns tanh(x) with an error of up to 2^-11 of the result.
 __device__ __forceinline__ float tanh_approx_f32(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

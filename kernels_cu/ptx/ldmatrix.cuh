@@ -1,5 +1,5 @@
-// Loads from shared memory and stores to it, by address. ldmatrix loads four 8x8 matrices of 16-bit elements: lane 8i +
-// r gives the address of row r of matrix i, which is 16 bytes long.
+// Loads and stores of shared memory, by address. ldmatrix loads four 8x8 matrices of 16-bit elements: lane 8 i + r
+// gives the address of row r (16 bytes) of matrix i.
 #pragma once
 
 __device__ __forceinline__ unsigned smem_address(const void* smem) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void st_shared_v2(unsigned smem_address, unsigned x, 
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(smem_address), "r"(x), "r"(y) : "memory");
 }
 
-// Stores four 8x8 matrices of 16-bit elements, whose rows have the addresses that lanes give as for ldmatrix.
+// Stores four 8x8 matrices of 16-bit elements; lanes give row addresses as for ldmatrix.
 __device__ __forceinline__ void stmatrix_x4(unsigned smem_address, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(smem_address), "r"(a), "r"(b),
                "r"(c), "r"(d)

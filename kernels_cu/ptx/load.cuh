@@ -1,7 +1,7 @@
-// Loads from global memory that no kernel writes to, or zeros.
+// Predicated loads of global memory that no kernel writes; the result is zero without a load.
 #pragma once
 
-// why not volatile: the compiler then makes one load of two equal ones. why no condition in C++: that would be two
+// Not volatile, so that the compiler merges two equal loads. The predicate is in PTX: a condition in C++ makes two
 // loads.
 __device__ __forceinline__ unsigned short load_or_zero(const unsigned short* from, bool exists) {
   unsigned short x;

@@ -1,12 +1,13 @@
-// mbarrier: a barrier in shared memory, given by its address. A phase ends once `count` arrivals and all expected bytes
-// have come. A wait gives the parity of the phase that must have ended; on a fresh barrier the phase of parity 1 has.
+// mbarrier: a barrier in shared memory, passed by address. A phase completes once `count` arrivals and all expected
+// bytes have come. A wait names the parity of the phase that must have completed; on a fresh barrier the phase of
+// parity 1 has.
 #pragma once
 
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine. A barrier of the block must follow.
+// Makes initialised barriers visible to the copy engine. A barrier of the thread block must follow.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -15,7 +16,9 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives once for a warp that has read what it waited for. `is_leader` is true in one lane. why __syncwarp: L40, L41.
+// Arrives once for a warp that has read what it waited for. `is_leader` is true in one lane. __syncwarp orders the
+// lanes before it, because an arrival does not wait for earlier loads of its warp (L40), and racecheck counts lanes
+// (L41).
 __device__ __forceinline__ void mbarrier_arrive_warp(unsigned barrier, bool is_leader) {
   __syncwarp();
   if (is_leader) mbarrier_arrive(barrier);

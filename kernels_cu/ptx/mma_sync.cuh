@@ -18,7 +18,7 @@ __device__ __forceinline__ void mma_sync_m16n8k16(float* d, const unsigned (&a)[
   }
 }
 
-// a is 16x8 and b is 8x8. Both are TF32 numbers: the unit reads the upper 19 bits of each word.
+// a is 16x8 and b is 8x8. Both are TF32: the unit reads the upper 19 bits of each word.
 __device__ __forceinline__ void mma_sync_m16n8k8_tf32(float* d, const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -1,12 +1,12 @@
-// red: additions to global memory without a result. Also counters in global memory, by which blocks signal to each
-// other what they have done.
+// red: additions to global memory without a result. Also counters in global memory, by which thread blocks signal
+// progress to each other.
 #pragma once
 
 __device__ __forceinline__ void red_add_f32(float* gmem, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(gmem), "f"(x) : "memory");
 }
 
-// Adds to four neighbouring floats, which are aligned to 16 bytes. It needs sm_90.
+// Adds to four contiguous floats, aligned to 16 bytes. Requires sm_90.
 __device__ __forceinline__ void red_add_v4_f32(float* gmem, float x, float y, float z, float w) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(gmem), "f"(x), "f"(y), "f"(z), "f"(w)
                : "memory");

@@ -3,16 +3,16 @@
 #pragma once
 
 struct alignas(64) TensorMap {
-  unsigned long long words[16];  // opaque; cuTensorMapEncodeTiled makes it
+  unsigned long long words[16];  // opaque; written by cuTensorMapEncodeTiled
 };
 
-// Makes the copy engine read the map before its first use.
+// Prefetches the map before its first use.
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Begins to load a tile, whose bytes are counted at the barrier. One thread calls. Coordinates go from the innermost
-// on.
+// Starts the load of a tile, whose bytes count at the barrier. One thread calls it. Coordinates start at the innermost
+// axis.
 __device__ __forceinline__ void tma_load_4d(unsigned smem_address, const TensorMap* map, unsigned barrier, int c0,
                                             int c1, int c2, int c3) {
   asm volatile(
@@ -22,7 +22,7 @@ __device__ __forceinline__ void tma_load_4d(unsigned smem_address, const TensorM
       : "memory");
 }
 
-// The policy by which L2 evicts what is read before all else.
+// Returns the L2 policy that evicts the data first.
 __device__ __forceinline__ unsigned long long evict_first_policy() {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -48,7 +48,7 @@ __device__ __forceinline__ void tma_load_5d(unsigned smem_address, const TensorM
       : "memory");
 }
 
-// Begins to store a tile's elements inside the tensor, in the bulk group of this thread that bulk_commit closes.
+// Starts the store of a tile's elements inside the tensor, in this thread's bulk group, which bulk_commit closes.
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, unsigned smem_address, int c0, int c1, int c2,
                                              int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
@@ -65,10 +65,10 @@ __device__ __forceinline__ void tma_store_5d(const TensorMap* map, unsigned smem
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Orders this thread's own accesses to shared memory and those of the copy engine or of wgmma.
+// Orders this thread's accesses to shared memory and accesses by the copy engine or wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Begins to load consecutive bytes, a multiple of 16, which are counted at the barrier.
+// Starts the load of contiguous bytes, a multiple of 16, which count at the barrier.
 __device__ __forceinline__ void bulk_load(unsigned smem_address, const void* gmem, unsigned bytes, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address),
@@ -76,13 +76,13 @@ __device__ __forceinline__ void bulk_load(unsigned smem_address, const void* gme
       : "memory");
 }
 
-// Begins to store consecutive bytes, in the bulk group of this thread.
+// Starts the store of contiguous bytes, in this thread's bulk group.
 __device__ __forceinline__ void bulk_store(float* gmem, unsigned smem_address, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem), "r"(smem_address), "r"(bytes)
                : "memory");
 }
 
-// Begins to add consecutive floats to those in global memory, in the bulk group of this thread.
+// Starts the addition of contiguous floats to global memory, in this thread's bulk group.
 __device__ __forceinline__ void bulk_add(float* gmem, unsigned smem_address, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(gmem),
                "r"(smem_address), "r"(bytes)

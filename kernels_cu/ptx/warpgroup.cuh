@@ -1,8 +1,8 @@
-// What a warpgroup, four warps, has of its own: its share of the registers, and named barriers.
+// Warpgroups (four warps): register reallocation, and named barriers.
 #pragma once
 
-// Change the registers of each thread. All warps of the warpgroup call, once. The kernel needs __launch_bounds__: the
-// compiler else ignores these instructions.
+// Changes the registers per thread. All warps of the warpgroup call it, once. The kernel needs __launch_bounds__;
+// otherwise the compiler ignores these instructions.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -13,12 +13,12 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Barrier `id` (1 to 15) opens once `threads` threads have come to it, be it to wait or only to arrive.
+// Named barrier `id` (1 to 15): completes once `threads` threads have synchronised or arrived.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; tells whether any of the threads says so.
+// Synchronises; returns true if `says` is true in any of the threads.
 __device__ __forceinline__ bool bar_sync_any(int id, int threads, bool says) {
   unsigned any;
   asm volatile(

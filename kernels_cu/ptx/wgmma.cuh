@@ -1,6 +1,6 @@
-// wgmma: D = A B (+ D) on a warpgroup, asynchronously. The order is fence, multiply, commit, wait; only after the wait
-// may a thread touch the registers of D or A. D is m64nN in float32, N / 2 registers a thread (common/fragment.cuh). A
-// comes from shared memory (ss), or from registers (rs) as four pairs of 16-bit numbers a thread, like those of
+// wgmma: D = A B (+ D) on a warpgroup, asynchronous. The order is fence, multiply, commit, wait; threads may access the
+// registers of D or A only after the wait. D is m64nN in float32, N / 2 registers per thread (common/fragment.cuh). A
+// comes from shared memory (ss), or from registers (rs) as four pairs of 16-bit numbers per thread, as for
 // mma.m16n8k16. B comes from shared memory.
 #pragma once
 
@@ -8,8 +8,8 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most kPending of this warpgroup's latest groups still run. d are the accumulators of a group that has
-// ended then. why named: nothing else keeps reads of them behind the wait.
+// Waits until at most kPending of this warpgroup's latest groups are in flight. d are the accumulators of a completed
+// group; as operands they keep their reads behind the wait.
 template <int kPending, int kCount>
 __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -17,27 +17,28 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The descriptor of an operand in shared memory. Operands are panels of [rows][64] 16-bit numbers, swizzled over 128
-// bytes, whose base is aligned to 1024 bytes. The lower word of a descriptor holds the address and, for transposed
-// operands wider than a panel, the distance of panels, both in units of 16 bytes. The upper word says that 8 rows are
-// 1024 bytes, and that the swizzle is that of 128 bytes. The steps below are added to the whole descriptor. why: L14.
+// Returns the descriptor of an operand in shared memory: panels of [rows][64] 16-bit numbers with a 128-byte swizzle,
+// aligned to 1024 bytes. The lower word holds the address and the distance of panels (for transposed operands wider
+// than a panel), both in units of 16 bytes. The upper word holds the stride of 8 rows, 1024 bytes, and the swizzle
+// mode. The steps below are added to the whole 64-bit descriptor: in uniform registers that is one instruction, a
+// joined word is two (L14).
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned smem_address, unsigned panel_bytes = 16) {
   return static_cast<unsigned long long>(64u | 1u << 30) << 32 | smem_address >> 4 | panel_bytes >> 4 << 16;
 }
 
-// The way to the 16 columns of step kk of an operand that is not transposed.
+// Returns the descriptor step to the 16 columns of step kk of an operand that is not transposed.
 __device__ constexpr unsigned long long wgmma_columns(int kk, unsigned panel_bytes) {
   return kk / 4 * (panel_bytes / 16) + kk % 4 * 2;
 }
 
-// The way to the 16 rows of step kk of a transposed operand.
+// Returns the descriptor step to the 16 rows of step kk of a transposed operand.
 __device__ constexpr unsigned long long wgmma_rows(int kk) { return kk * 128; }
 
 // The products of one N. kTransA, kTransB: the rows of the operand in memory are the summed dimension.
 template <int kN>
 struct Wgmma;
 
-// One product. From I0 on come the numbers of its operands in the text, then its accumulators.
+// One product. I0 … are the operand numbers in the asm text; the accumulators follow.
 #define WGMMA_SS(TYPES, N, REGS, I0, I1, I2, I3, I4, ...)                                                         \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES \
                " {" REGS "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I4 ", %" #I3 ";}"                                   \

@@ -1,23 +1,23 @@
-// Backward (FlashAttention-2, arXiv 2307.08691, algorithm 2) for one block of keys of one kv head, over the queries of
-// its query heads: dk, dv, and this block's share of dq.
+// Backward (FlashAttention-2, arXiv 2307.08691, algorithm 2) for one block of keys of one kv head, over its query
+// heads: dk, dv, and this block's terms of dq.
 //
-//   s = k qᵀ, dp = v doutᵀ      per tile of queries, transposed: rows are keys
+//   s = k qᵀ, dp = v doutᵀ      per query tile, transposed: rows are keys
 //   p = exp(s - lse)            ds = p (dp - delta) slope      in registers, see pointwise.cuh
 //   dv += p dout                dk += ds q
-//   dq += dsᵀ k                 added to global memory in float32, in no fixed order; left out without kWithDq
+//   dq += dsᵀ k                 added to global memory in float32, in no fixed order; omitted without kWithDq
 //
-// With splits, blocks share out the query heads of a kv head, and convert.cu adds up their dk and dv.
+// With splits, several thread blocks divide the query heads of a kv head, and convert.cu adds their dk and dv.
 //
-// Roles    kGroup warps share kWarpKeys keys. For s and dp each takes its kPieceQ queries of the tile; for dv and dk
-//          each takes its columns (every kGroup-th block of 16). A group of one warp keeps p and ds in registers for dv
-//          and dk. Larger groups hand p and ds round in shared memory, as all do with ds for dq, where each warp owns
-//          some queries and some columns. All threads copy.
-// Barriers of the block, for each tile:
-//          (A)  the tile has arrived, and every warp is done with the tile before
+// Roles    kGroup warps share kWarpKeys keys. For s and dp each warp takes kPieceQ queries of the tile; for dv and dk
+//          it takes every kGroup-th block of 16 columns. A group of one warp keeps p and ds in registers for dv and dk.
+//          Larger groups exchange p and ds through shared memory. For dq all groups exchange ds there, and each warp
+//          owns some queries and some columns. All threads copy.
+// Barriers of the thread block, for each tile:
+//          (A)  the tile has arrived, and every warp is done with the previous tile
 //          (B)  p and ds are written
 //          (C)  with one stage: every warp is done with q and dout, and the next tile may be fetched. A group of one
 //               warp is done with them at (B).
-//          Where p and ds share one buffer, p is written and read between two further barriers before ds is written.
+//          If p and ds share one buffer, two more barriers enclose the reads of p, before ds is written.
 #include "../common/accumulators.cuh"
 #include "../common/mask_tiles.cuh"
 #include "../ptx/red.cuh"
@@ -43,7 +43,8 @@ static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of 
 constexpr int kFragments = kWarpKeys / 16;
 constexpr int kPieces = kGroup == 1 ? kBlockQ / kPieceQ : 1;
 
-// How warps share a tile of dq: each has kDqFragments fragments of 16 queries, and as many columns as that leaves.
+// The partition of a dq tile among warps: kDqFragments fragments of 16 queries each, and as many columns as that
+// leaves.
 constexpr int kDqFragments =
     kBlockQ % 32 == 0 && kNumWarps % (kBlockQ / 32) == 0 && kHeadDim % (16 * kNumWarps / (kBlockQ / 32)) == 0 ? 2 : 1;
 constexpr int kDqRowWarps = kBlockQ / (16 * kDqFragments);
@@ -53,10 +54,11 @@ static_assert(kHeadDim % (16 * kGroup) == 0 && kHeadDimV % (16 * kGroup) == 0, "
 
 using Scores = float[kFragments][kPieceQ / 2];
 
-// What a warp owns. why formed where it is used: L4.
+// A warp's keys and its index in the group. Computed at each use: hoisted, they would hold registers over the loop
+// (L4).
 struct WarpRole {
-  int key;     // the warp's first key, within the block
-  int member;  // the warp's place in its group
+  int key;     // the warp's first key, relative to the key block
+  int member;  // the warp's index in its group
 
   __device__ __forceinline__ WarpRole() {
     const int warp = fresh_thread() / 32;
@@ -65,13 +67,13 @@ struct WarpRole {
   }
 };
 
-// s and dp become p and ds. `stats` is where lse and delta of the piece lie in shared memory.
+// Replaces s and dp by p and ds. `stats` is the shared-memory address of the piece's lse and delta.
 template <bool kPlain>
 __device__ __forceinline__ void piece_p_and_ds(Scores& s, Scores& dp, const Score& score, unsigned stats) {
   const int lane = fresh_thread() % 32;
 #pragma unroll
   for (int j = 0; j < kPieceQ / 8; ++j) {
-    const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // of two queries
+    const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // lse and delta of two queries
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -83,7 +85,7 @@ __device__ __forceinline__ void piece_p_and_ds(Scores& s, Scores& dp, const Scor
   }
 }
 
-// The functions of a query head, and what dropout does to its weights.
+// The mods of a query head: its score and mask functions, and its dropout.
 struct ModWeights {
   const ModHead scores;
   const Dropout dropout;
@@ -93,7 +95,7 @@ struct ModWeights {
         dropout(params, work.sequence_idx(), head) {}
 };
 
-// s and dp become p and ds through functions whose rows are keys. `key` and `query` are the first of the piece.
+// Replaces s and dp by p and ds with mods, whose rows are keys. `key` and `query` are the first ones of the piece.
 template <bool kAsksMask>
 __device__ __forceinline__ void piece_p_and_ds_with_mods(Scores& s, Scores& dp, const Score& score,
                                                          const ModWeights& mod_weights, unsigned stats, int key,
@@ -107,7 +109,7 @@ __device__ __forceinline__ void piece_p_and_ds_with_mods(Scores& s, Scores& dp, 
     const ModHead::Row rows[2] = {mod_weights.scores.row(row, first), mod_weights.scores.row(row + 8, first)};
 #pragma unroll
     for (int j = 0; j < kPieceQ / 8; ++j) {
-      const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // of two queries
+      const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // lse and delta of two queries
       ModHead::Pair pair;
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i) {
@@ -121,8 +123,8 @@ __device__ __forceinline__ void piece_p_and_ds_with_mods(Scores& s, Scores& dp, 
   }
 }
 
-// Products s and dp become p and ds. `key` and `query` are the first of the piece; the mask's rows are keys. is_full:
-// the mask_mod shows all of the tile.
+// Replaces products s and dp by p and ds. `key` and `query` are the first ones of the piece; the mask's rows are keys.
+// is_full: the mask_mod shows all of the tile.
 __device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Score& score,
                                                 const ModWeights& mod_weights, const Mask& mask, unsigned stats,
                                                 int key, int query, bool is_full) {
@@ -141,7 +143,7 @@ __device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Sco
   else piece_p_and_ds_with_mods<kMaskMod>(s, dp, score, mod_weights, stats, key, query);
 }
 
-// Adds a lane's part of a fragment to an accumulator.
+// Adds a lane's registers of a fragment to an accumulator.
 __device__ __forceinline__ void add_fragment(float* gmem, int lane, const float* x) {
   if constexpr (kFragmentByLane) {
     red_add_v4_f32(gmem + fragment_index(lane, 0), x[0], x[1], x[2], x[3]);
@@ -151,13 +153,13 @@ __device__ __forceinline__ void add_fragment(float* gmem, int lane, const float*
   }
 }
 
-// Adds this warp's share of dsᵀ k to the accumulator of dq, from row `row` of the head on.
+// Adds this warp's fragments of dsᵀ k to the accumulator of dq, from row `row` of the head on.
 __device__ __forceinline__ void add_dq(const BackwardParams& params, const AnySequence& sequence, unsigned ds_smem,
                                        unsigned k_smem, int head, int row) {
   const int thread = fresh_thread(), lane = thread % 32;
   const int row_warp = thread / 32 / kDqColumnWarps, column_warp = thread / 32 % kDqColumnWarps;
   constexpr int kColumns = kHeadDim / kDqColumnWarps;
-  // Columns at a time. why so few: registers are short.
+  // Columns at a time; float32 takes at most 32, to save registers.
   constexpr int kPass = !kIsTf32 ? kColumns : kColumns % 32 == 0 ? 32 : 16;
 #pragma unroll 1
   for (int pass = 0; pass < kColumns / kPass; ++pass) {
@@ -180,7 +182,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const AnySe
   }
 }
 
-// Stores a warp's accumulator of dk or dv into that of its split.
+// Stores a warp's accumulator of dk or dv into the accumulator of its split.
 template <int kColumns, int kCount>
 __device__ __forceinline__ void store_split(float* acc, const BackwardParams& params, const KeyWork& work,
                                             const float (&x)[kFragments][kCount], const WarpRole& role) {
@@ -216,10 +218,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   if (kVarlen && work.keys.begin >= work.keys.end) return;
   const AnySequence& sequence = work.sequence;
   const Mask mask = sequence.mask().transposed();
-  // The query tiles that see some key of the block.
+  // Queries that see some key of the block.
   const Range queries = work.exists() ? mask.key_range(work.keys.begin, work.keys.end) : Range{0, 0};
   const AscendingTiles tiles = TileRange::covering(queries, kBlockQ);
-  // The same of one query head, less those in which the mask_mod shows nothing. why formed where it is used: L4.
+  // Returns the tiles of one query head that are visible under the mask_mod. Computed at each use, to hold no registers
+  // (L4).
   auto tiles_of = [&](int head) {
     return VisibleTiles<AscendingTiles, kBlockK, kBlockQ, true>(
         tiles, params, work.sequence_idx(), head, {work.keys.begin, const_min(work.keys.end, sequence.seqlen_k())},
@@ -237,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       cp_async_16(smem_address(storage.stats[slot]) + thread * 16, stats + 2 * thread);
     }
   };
-  // All tiles of one query head are taken, then those of the next.
+  // Tiles of one query head come before tiles of the next one.
   auto fetch_first = [&](int head, int slot) {
     int m = tiles.first();
     if constexpr (kBlockSparse) {
@@ -314,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       if constexpr (kStages == 2) slot ^= 1;
     }
   }
-  cp_async_wait<0>();  // why: k and v may still be on their way when no query sees the block
+  cp_async_wait<0>();  // k and v may still be in flight if no query sees the block
   __syncthreads();
   const WarpRole role;
   const KeyWork& same = work.again(params);
@@ -327,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     store_split<kHeadDimV>(params.dv_acc, params, same, dv, role);
     return;
   }
-  // dk and dv leave through the tiles that k and v leave.
+  // dk and dv take the place of k and v in shared memory, and leave from there.
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) scale_row(dk[r / 2], r % 2, problem.score.softmax_scale);
   store_fragments<QSwizzle, 16 * kGroup>(k_smem, dk, role.key, 16 * role.member);

@@ -1,15 +1,16 @@
-// dq alone, for one block of queries of one head. With backward.cu left to dk and dv, each sum has a fixed order (L39).
+// dq alone, for one block of queries of one head. backward.cu then computes dk and dv only, and each sum has a fixed
+// order (deterministic sums, L39).
 //
 //   s = q kᵀ, dp = dout vᵀ      per key tile
 //   p = exp(s - lse)            ds = p (dp - delta) slope      in registers, see pointwise.cuh
 //   dq += ds k
 //
-// Roles    As in forward.cu, every warp owns kBlockQ / kNumWarps queries and all keys, and all threads copy.
+// Roles    As in forward.cu: every warp owns kBlockQ / kNumWarps queries and all keys, and all threads copy.
 // Ring     kStages tiles of k and of v.
 //          1 stage:   the next tile is fetched once every warp is done with this one
-//          2 stages:  the next tile is fetched during the whole of this one
-// Barriers of the block, for each tile:
-//          (A)  the tile has arrived, and with two stages every warp is done with the tile before
+//          2 stages:  the next tile is fetched while this one is computed
+// Barriers of the thread block, for each tile:
+//          (A)  the tile has arrived, and with two stages every warp is done with the previous tile
 //          (B)  with one stage: every warp is done with the tile
 #include "gemm_ab.cuh"
 #include "pointwise.cuh"
@@ -29,14 +30,14 @@ static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of 
 
 using Scores = float[kFragments][kBlockK / 2];
 
-// Whether lse and delta are read again for each tile. why: before Hopper, what is held over all tiles spills (L3).
+// True if lse and delta are read again for each tile: before Hopper, holding them over all tiles spills (L3).
 #if __CUDA_ARCH__ < 900
 constexpr bool kReadsStatsAgain = kIsTf32 && kHeadDim == 256;
 #else
 constexpr bool kReadsStatsAgain = false;
 #endif
 
-// stats[r] becomes lse and delta of the lane's row r.
+// Sets stats[r] to lse and delta of the lane's row r.
 __device__ __forceinline__ void read_stats(float2 (&stats)[2 * kFragments], const Params& params,
                                            const QueryBlock& work) {
   const float2* const of_lane = params.stats + work.sequence.rows_offset(work.head, params.stats_rows) + lane_row(work);
@@ -44,7 +45,7 @@ __device__ __forceinline__ void read_stats(float2 (&stats)[2 * kFragments], cons
   for (int r = 0; r < 2 * kFragments; ++r) stats[r] = of_lane[8 * r];
 }
 
-// s and dp become p and ds. stats[r] is lse and delta of the lane's row r.
+// Replaces s and dp by p and ds. stats[r] is lse and delta of the lane's row r.
 template <bool kPlain>
 __device__ __forceinline__ void tile_p_and_ds(Scores& s, Scores& dp, const Score& score,
                                               const float2 (&stats)[2 * kFragments]) {
@@ -58,7 +59,7 @@ __device__ __forceinline__ void tile_p_and_ds(Scores& s, Scores& dp, const Score
   }
 }
 
-// The same through mods, of key tile n.
+// Replaces s and dp of key tile n by p and ds, with mods.
 template <bool kAsksMask>
 __device__ __forceinline__ void tile_p_and_ds_with_mods(Scores& s, Scores& dp, const QueryBlock& work, int n,
                                                         const float2 (&stats)[2 * kFragments]) {
@@ -118,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   for (; walk.has_tile(); walk.go_on()) {
     const int n = walk.n();
     walk.look_ahead();
-    // 1. The tile has arrived; the next loads begin.
+    // 1. Wait for the tile; start the next loads.
     cp_async_wait<0>();
     __syncthreads();  // (A)
     if constexpr (kStages == 2) fetch(walk.next(), slot ^ 1);
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       fetch(walk.next(), 0);
     }
   }
-  cp_async_wait<0>();  // why: q may still be on its way when no key is visible
+  cp_async_wait<0>();  // q may still be in flight if no key is visible
 
   const QueryWork& same = work.again(params);
   const Range visible_rows = same.sequence.visible_queries();

@@ -1,19 +1,20 @@
-// The gradient of a captured array, from one place of a score's expression that loads from it: `ModTerm`.
+// One term of the gradient of a captured array, for one load in a score's expression: `ModTerm`.
 //
 //   s = q kᵀ, dp = dout vᵀ                              per tile
 //   p = exp(score(s) - lse)    ds = p (dp - delta)      in registers, with dropout as in pointwise.cuh
-//   sum[where it is loaded from] += ds · d score / d what is loaded
+//   sum[index of the load] += ds · d score / d load
 //
-// Sums     If all indices are b, h, q_idx, k_idx or constant: a register adds up the same element of all tiles that the
-//          block walks over (mod_walk.cuh). At the end, rows of the tile are added where sums do not stand apart by
-//          queries, and columns where they do not by keys.
-//          Else an element is looked up: each warp adds to a table of its own (table_sums.cuh), or all add to one by
-//          atomics, if the host says so.
-//          portable/sum_tables.cu adds the tables of all warps and parts. But for atomics each sum has one order.
+// Sums     If all indices are b, h, q_idx, k_idx or constant: a register sums the same element over all tiles that the
+//          thread block walks (mod_walk.cuh). At the end, rows of the tile are added unless sums are separate by query,
+//          and columns unless they are separate by key.
+//          Otherwise elements are gathered: each warp adds to its own table (table_sums.cuh), or all warps add to one
+//          table by atomics, as the host chooses.
+//          portable/sum_tables.cu adds the tables of all warps and thread blocks. Except for atomics, each sum has a
+//          fixed order.
 // Roles    Every warp owns kBlockQ / kNumWarps queries and all keys of a tile, and all threads copy.
-// Barriers of the block, for each tile:
+// Barriers of the thread block, for each tile:
 //          (A)  the tile has arrived
-//          (B)  every warp has multiplied; the next tile is fetched
+//          (B)  every warp is done with the tile in shared memory, and the next one is fetched
 #include "../common/dropout.cuh"
 #include "../common/gradient_sums.cuh"
 #include "../common/mods.cuh"
@@ -37,12 +38,12 @@ static_assert(kBlockQ % (16 * kNumWarps) == 0, "each warp owns whole 16-row frag
 static_assert(kNumWarps * kBlockK * 4 <= sizeof(SharedStorage::q), "the sums of warps take the place of q");
 
 constexpr int kRowsPerWarp = kBlockQ / kNumWarps, kFragments = kRowsPerWarp / 16;
-constexpr int kLaneRows = 2 * kFragments;  // lane's row r is 8 r rows after its first one
+constexpr int kLaneRows = 2 * kFragments;  // the lane's row r is 8 r rows after its first one
 using Tile = float[kFragments][kBlockK / 2];
 
 __device__ __forceinline__ int lane_row() { return threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4; }
 
-// Begins to load what of a tile differs from that of the tile before.
+// Starts to load the operands of a tile that differ from the previous tile's.
 __device__ __forceinline__ void fetch(const Params& p, const SharedStorage& storage, const AnySequence& sequence,
                                       const WalkedTile& at, bool new_rows, bool new_keys) {
   const ProblemParams& problem = p.problem;
@@ -64,8 +65,8 @@ __device__ __forceinline__ void fetch(const Params& p, const SharedStorage& stor
   cp_async_commit();
 }
 
-// The same where the tile stays, and only the sequence is the next one, which functions do not ask for: then all is an
-// addition to addresses.
+// Loads the next sequence's operands for the same tile, by additions to addresses. Used where the walk only changes the
+// sequence, and the functions do not depend on it.
 template <bool kStays>
 struct StayingTile {
   __device__ __forceinline__ StayingTile(const Params&, const AnySequence&, const WalkedTile&) {}
@@ -77,7 +78,7 @@ struct StayingTile<true> {
   using Dout = TileLoader<kBlockQ, kHeadDimV>;
   using K = TileLoader<kBlockK, kHeadDim, AnySequence::KeyPlace>;
   using V = TileLoader<kBlockK, kHeadDimV, AnySequence::KeyPlace>;
-  const char *q, *dout, *k, *v;  // this thread's parts in the sequence at hand
+  const char *q, *dout, *k, *v;  // this thread's source addresses in the current sequence
   bool is_whole;
 
   __device__ __forceinline__ StayingTile(const Params& p, const AnySequence& sequence, const WalkedTile& at) {
@@ -93,7 +94,7 @@ struct StayingTile<true> {
                of_v.is_whole(key, sequence.visible_keys());
   }
 
-  // False if some tile is not copied as it is.
+  // Returns false if some operand tile is not copied whole.
   __device__ __forceinline__ bool fetch_next(const Params& p, const SharedStorage& storage) {
     if (!is_whole) return false;
     q += p.q.stride_batch * kElementBytes, dout += p.dout.stride_batch * kElementBytes;
@@ -114,12 +115,12 @@ struct StayingTile<true> {
   }
 };
 
-// What delta.cu writes of the lane's rows; inf and 0 of queries that see nothing, which then weigh nothing.
+// Reads delta.cu's numbers for the lane's rows; inf and 0 for queries without keys, which then weigh nothing.
 __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Params& p, const AnySequence& sequence,
                                            const WalkedTile& at) {
   const Range visible = sequence.visible_queries();
   const float* const of_head = p.stats + 2 * (sequence.query_head(at.head) * p.stats_rows);
-  // why: the kernels whose stats stand in rows number varlen queries from the first that sees a key.
+  // Kernels that read stats as rows (stats_step 1) number varlen queries from the first one that sees a key.
   const int first = kVarlen && p.stats_step == 1 ? visible.begin : 0;
 #pragma unroll
   for (int r = 0; r < kLaneRows; ++r) {
@@ -133,7 +134,7 @@ __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Par
   }
 }
 
-// What the mods know of a lane's elements of a tile before products are there …
+// The row and pair levels of a lane's elements of a tile, which mods compute before the products …
 struct KnownTile {
   const ModHead mod_head;
   ModHead::Row rows[kFragments][2];
@@ -154,7 +155,7 @@ struct KnownTile {
   }
 };
 
-// … found for each tile, or once, where the tile stays.
+// … for each tile, or once if the tile stays.
 template <bool kStays>
 struct FoundTile {
   const KnownTile tile;
@@ -173,7 +174,7 @@ struct FoundTile<false> {
   }
 };
 
-// s and dp become ds times the derivative, in dp, and where it is to be added to, as bits in s, if that is looked up.
+// Replaces dp by ds times the derivative. If elements are gathered, s becomes their table indices, as bits.
 __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&stats)[kLaneRows],
                                               const KnownTile& known_tile, const Params& p, const AnySequence& sequence,
                                               const WalkedTile& at) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {  // why rows inside: L57
+        for (int half = 0; half < 2; ++half) {  // rows inside: the reverse order spilled 196 bytes (L57)
           const int i = 4 * j + 2 * half + e, column = 8 * j + e;
           const float2 stat = stats[2 * m + half];
           const auto result =
@@ -203,7 +204,7 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
           float ds =
               weight(result.score, kLog2E, stat.x) * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
           ds = hidden ? 0.0f : ds;
-          // why: where nothing changes with the score, the derivative may be anything.
+          // Where ds is 0 the score does not change, and the derivative may be inf or NaN.
           dp[m][i] = ModTerm::kVaries && ds == 0.0f ? 0.0f : ds * result.derivative;
           if constexpr (ModTerm::kLooksUp) s[m][i] = __int_as_float(ModTerm::place(result, LookedUpAxes{p}));
         }
@@ -212,10 +213,10 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
   }
 }
 
-// Where the sums of a block stand, which are those of a tile: the host gives these counts 1 if sums do not stand apart.
+// The entries of a thread block's sums, one tile's. The host sets a count to 1 where sums are not separate.
 struct TileSums {
   const Params& p;
-  long long first;  // of the block
+  long long first;  // the thread block's first entry
 
   __device__ __forceinline__ TileSums(const Params& params, const ModWalk& walk) : p(params) {
     const long long sequences = p.by_sequence ? p.problem.batch : 1, heads = p.by_head ? p.problem.heads_q : 1;
@@ -314,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
                                                     b_lane_address<VSwizzle>(smem_address(storage.v)));
       __syncthreads();  // (B)
 
-      // 2. The next loads begin.
+      // 2. Start the next loads.
       WalkedTile next = at;
       exists = walk.advance(next);
       if (exists && !staying.fetch_next(params, storage)) {

@@ -1,13 +1,13 @@
-// Forward for few queries of each sequence: the query heads of a group are rows of one block, thread blocks share the
-// keys of a sequence (splits), and the warps of a block those of each key tile.
+// Decoding: forward for few queries per sequence. The query heads of a group are rows of one thread block. Thread
+// blocks (splits) divide the keys of a sequence, and warps divide the keys of each tile.
 //
-//   s, p, o                     as in forward.cu, of all rows of the block with a warp's keys
-//   out = sum w o / sum w sum   over the warps, then over the splits: common/row_states.cuh
+//   s, p, o                        as in forward.cu, for all rows of the thread block with a warp's keys
+//   o = Σ w o, sum = Σ w sum       over the warps, then over the splits; out = o / sum: common/row_states.cuh
 //
 // Roles    Every warp has all rows, and a quarter of the keys of each tile. All threads copy.
-// Ring     kStages tiles of k and of v, which cp.async fills: the next tile is fetched during the whole of this one.
-// Barriers of the block, for each tile:
-//          (A)  k and v of the tile have arrived, and every warp is done with the tile before
+// Ring     kStages tiles of k and of v, filled by cp.async: the next tile is fetched while this one is computed.
+// Barriers of the thread block, for each tile:
+//          (A)  k and v of the tile have arrived, and every warp is done with the previous tile
 #include "../common/mask.cuh"
 #include "../common/mods.cuh"
 #include "../common/row_states.cuh"
@@ -19,7 +19,7 @@
 #include "tile.cuh"
 #include "tile_scheduler.cuh"
 
-constexpr int kWarpKeys = kBlockK / kStateWarps, kScores = kWarpKeys / 2;  // of a tile
+constexpr int kWarpKeys = kBlockK / kStateWarps, kScores = kWarpKeys / 2;  // per warp and tile
 static_assert(kNumWarps == kStateWarps && kBlockQ == kStateRows && kStages == 2 && kVarlen, "");
 
 struct Tiles {
@@ -37,13 +37,13 @@ static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for share
 using Params = WithMods<SplitParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
-// A block's rows: row r is query r / heads of head r % heads, among heads that follow each other.
+// Rows and keys of a thread block: row r is query r / heads of head r % heads, among consecutive heads.
 struct Found {
   RowSlots row_slots;
   VarlenSequence sequence;
-  Range queries;                               // used ones
-  int written_end;                             // of its queries, used or not
-  int kv_head, first_head, heads, heads_here;  // heads of a query, and those of them that this block has
+  Range queries;                               // the used queries
+  int written_end;                             // end of its queries, used or not
+  int kv_head, first_head, heads, heads_here;  // heads: rows per query; heads_here: existing heads among them
   int block, split, num_splits;
   TileRange tiles;
 
@@ -63,7 +63,7 @@ struct Found {
     written_end = const_min(queries.begin + p.queries, row_slots.num_rows());
     const bool sees = queries.begin < queries.end;
     tiles = TileRange::covering(sees ? sequence.mask().key_range(queries.begin, queries.end) : Range{0, 0}, kBlockK);
-    // why on the device: it alone knows how long a sequence is. A split has kLeast tiles at least.
+    // Chosen on the device, where lengths are known: at most one split per kLeast key tiles, rounded up.
     constexpr int kLeast = 4;
     const int count = tiles.count(), most = max(min(p.splits, (count + kLeast - 1) / kLeast), 1);
     const int each = max((count + most - 1) / most, 1);
@@ -71,20 +71,20 @@ struct Found {
     tiles.begin += split * each, tiles.end = const_min(tiles.end, tiles.begin + each);
   }
 
-  // Blocks are counted kv heads first, then parts of a group's heads, splits and slots of queries.
+  // Thread block indices count kv heads fastest, then parts of a group's heads, splits, and slots of queries.
   __device__ static int slot(const SplitParams& p) { return blockIdx.x / (p.heads_kv * p.head_parts * p.splits); }
 
   __device__ int query_of(int row) const { return queries.begin + row / heads; }
 
-  // The functions of a row's head. why not below 0, and no head that there is not: rows that are not used ask the mods
-  // nothing, but these may load by it.
+  // Returns the functions of a row's head. Sequence and head are clamped to existing ones: results of unused rows are
+  // not used, but mods may load by these indices.
   __device__ __forceinline__ ModHead make_mod_head(const Params& p, int row) const {
     const int head = first_head + const_min(row % heads, heads_here - 1);
     return {p, p.problem, const_max(row_slots.sequence, 0), head, sequence.seqlen_q(), sequence.seqlen_k()};
   }
 };
 
-// As RowStates asks for them.
+// The rows of a thread block as RowStates takes them.
 struct BlockRows {
   const Params& params;
   const Found& at;
@@ -100,9 +100,9 @@ struct BlockRows {
   __device__ __forceinline__ bool is_last_split() const {
     __syncthreads();
     bool is_last = false;
-    if (threadIdx.x == 0) {  // why one for all: they stored before the barrier
+    if (threadIdx.x == 0) {  // one arrival for all threads: their stores precede the barrier
       is_last = atomic_add_acq_rel(params.arrivals + at.block, 1) == num_splits - 1;
-      if (is_last) params.arrivals[at.block] = 0;  // why: it must be zero for the next launch
+      if (is_last) params.arrivals[at.block] = 0;  // zero for the next launch
     }
     return __syncthreads_or(is_last);
   }
@@ -110,7 +110,7 @@ struct BlockRows {
     const int query = at.query_of(row), head = row % at.heads;
     if (head >= at.heads_here) return;
     const VarlenSequence& sequence = at.sequence;
-    float o_scale = 0.0f;  // with a sink
+    float o_scale = 0.0f;  // used only with a sink
     if (kSinks || (column == 0 && params.lse != nullptr)) {
       float lse = merged.sum == 0.0f ? -infinity() : merged.shift * kLn2 + logf(merged.sum);
       if constexpr (kSinks) {
@@ -138,7 +138,7 @@ struct BlockRows {
   }
 };
 
-// Loads the rows of q; those that are not used become zeros.
+// Loads the rows of q; unused rows become zeros.
 __device__ __forceinline__ void load_queries(const Params& params, const Found& at, unsigned q_smem) {
   constexpr int kChunks = kHeadDim / kChunkElements;
 #pragma unroll 1
@@ -154,8 +154,8 @@ __device__ __forceinline__ void load_queries(const Params& params, const Found& 
   }
 }
 
-// Products of a warp's keys, from `key` on, become scores, and those that are not seen -inf. `mod_heads` are the mods
-// of the lane's two rows.
+// Replaces the products of a warp's keys, from `key` on, by scores, or by -inf if masked. `mod_heads` are the mods of
+// the lane's two rows.
 __device__ __forceinline__ void score_and_mask(const Params& params, const Found& at, const TwoModHeads& mod_heads,
                                                float (&s)[kScores], int key) {
   Score{params.problem.score}.apply(s);
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     gemm_weights<VSwizzle>(o, s, v_smem + slot * kBytesV + warp * kWarpKeys * VSwizzle::kRowBytes);
   }
   cp_async_wait<0>();
-  __syncthreads();  // why: states lie where tiles lay
+  __syncthreads();  // the states reuse the memory of the tiles
 
   const BlockRows rows{params, at};
   const RowStates<BlockRows> states{rows, smem_address(storage.states)};

@@ -2,15 +2,15 @@
 //
 //   s = mask(score(q kᵀ))       per key tile, by mma.sync with float32 accumulation; common/score.cuh, common/mask.cuh
 //   p = softmax update of s     by the policy of this build (softmax_*.cuh), in the registers of s
-//   o = o * o_scale + p v       with weights that are dropped by then (common/dropout.cuh)
+//   o = o * o_scale + p v       with dropped weights at zero (common/dropout.cuh)
 //
 // Roles    Every warp owns kBlockQ / kNumWarps queries and all keys, so that its softmax needs no other warp. All
 //          threads copy.
-// Ring     kStages tiles of k and of v, which cp.async fills.
-//          1 stage:   v of this tile is fetched while its scores are made, k of the next one after that
-//          2 stages:  k and v of the next tile are fetched during the whole of this one
-// Barriers of the block, for each tile:
-//          (A)  k of the tile (with two stages its v, too) has arrived, and every warp is done with the tile before
+// Ring     kStages tiles of k and of v, filled by cp.async.
+//          1 stage:   v of this tile is fetched while its scores are computed, k of the next one after that
+//          2 stages:  k and v of the next tile are fetched while this one is computed
+// Barriers of the thread block, for each tile:
+//          (A)  k of the tile (with two stages its v, too) has arrived, and every warp is done with the previous tile
 //          (B)  with one stage: v has arrived, and every warp is done with k
 #include "gemm_ab.cuh"
 #include "rows.cuh"
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   for (; walk.has_tile(); walk.go_on()) {
     const int n = walk.n();
     walk.look_ahead();
-    // 1. The tile has arrived; the next loads begin.
+    // 1. Wait for the tile; start the next loads.
     cp_async_wait<0>();
     __syncthreads();  // (A)
     if constexpr (kStages == 2) fetch_k(walk.next(), slot ^ 1);
@@ -115,6 +115,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     gemm_weights<VSwizzle>(o, s, v_smem + slot * kBytesV);
     if constexpr (kStages == 2) slot ^= 1;
   }
-  cp_async_wait<0>();  // why: q may still be on its way when no key is visible
+  cp_async_wait<0>();  // q may still be in flight if no key is visible
   store_rows(params, work.again(params), work.dropout, o, softmax);
 }

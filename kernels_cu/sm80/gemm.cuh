@@ -1,6 +1,6 @@
-// Products a bᵀ with a tile b in shared memory, such as s = q kᵀ: each row of b makes a column of the result. Also the
-// left operands of all products. float32 operands are split into two TF32 numbers each and multiplied three times:
-// small·big + big·small + big·big.
+// Products a bᵀ with a tile b in shared memory, such as s = q kᵀ: each row of b gives a column of the result. Also the
+// left operands of all products. A float32 operand is split into two TF32 numbers, and a product is three: small·big +
+// big·small + big·big.
 #pragma once
 #include "../common/fragment.cuh"
 #include "../common/swizzle.cuh"
@@ -9,12 +9,12 @@
 #include "config.cuh"
 
 constexpr bool kIsTf32 = kDType == DType::kFloat32;
-constexpr int kStepElements = 32 / kElementBytes;      // of the summed dimension in one mma: two 16-byte chunks
-using QSwizzle = Swizzle<kHeadDim / kChunkElements>;   // for tiles of q and k
-using VSwizzle = Swizzle<kHeadDimV / kChunkElements>;  // for tiles of v and dout
+constexpr int kStepElements = 32 / kElementBytes;      // elements of the summed dimension per mma: two 16-byte chunks
+using QSwizzle = Swizzle<kHeadDim / kChunkElements>;   // tiles of q and k
+using VSwizzle = Swizzle<kHeadDimV / kChunkElements>;  // tiles of v and dout
 
-// A float32 number x = big + small, each rounded to TF32, so that the remainder is under 2^-22 of x; NaN stays NaN in
-// both. Source: Ootomo and Yokota, arXiv 2203.03341.
+// A float32 number as big + small, each rounded to TF32. The remainder is under 2^-22 of x; NaN stays NaN in both.
+// Source: Ootomo and Yokota, arXiv 2203.03341.
 struct Tf32Pair {
   unsigned big, small;
 };
@@ -45,8 +45,8 @@ struct FragmentA {
     }
   }
 
-  // Takes step kk of a fragment of weights. For float32 the summed index is permuted: column t + 4 e stands for key
-  // 2 t + e. The pairs of the accumulator are then the operand without any exchange, and gemm_ab reads v in this order.
+  // Converts step kk of a fragment of weights. For float32 the summed index is permuted: column t + 4 e stands for key
+  // 2 t + e. The accumulator's pairs are then the operand without an exchange, and gemm_ab reads v in this order.
   template <int kCount>
   __device__ __forceinline__ void from_weights(const float (&p)[kCount], int kk) {
     if constexpr (kIsTf32) {
@@ -64,23 +64,24 @@ __device__ __forceinline__ void mma(float* d, const FragmentA& a, unsigned b0, u
   mma_sync_m16n8k16<kDType == DType::kFloat16>(d, a.big, b0, b1);
 }
 
-// The most steps of float32 that tensor cores add up (L43).
+// Most float32 steps that tensor cores accumulate: they truncate, and long sums lose their last bits (L43).
 constexpr int kMostSteps = 16;
 
-// The two small products of float32. why those of all steps are added before the big ones: L43.
+// Adds the two small products of float32. All steps' small products come before the big ones, which keeps errors inside
+// the tolerance (L43).
 __device__ __forceinline__ void mma_small(float* d, const FragmentA& a, const Tf32Pair& b0, const Tf32Pair& b1) {
   mma_sync_m16n8k8_tf32(d, a.small, b0.big, b1.big);
   mma_sync_m16n8k8_tf32(d, a.big, b0.small, b1.small);
 }
 
-// This lane's address of 16 rows x 2 chunks of a right operand. The second 8x8 matrix is that of the second chunk.
+// Returns this lane's address of 16 rows x 2 chunks of a right operand. The second 8x8 matrix is the second chunk.
 template <class S>
 __device__ __forceinline__ unsigned b_lane_address(unsigned smem) {
   const int lane = fresh_thread() % 32;
   return smem + S::offset(lane % 8 + 8 * (lane / 16), lane / 8 % 2);
 }
 
-// Left operands in shared memory: fragments of 16 rows from `row` on. Here the second matrix is that of the lower rows.
+// Left operands in shared memory: fragments of 16 rows from `row` on. Here the second 8x8 matrix has the lower rows.
 template <class S>
 struct Rows {
   unsigned a_lane;
@@ -100,7 +101,7 @@ struct Rows {
   }
 };
 
-// c += step kk of a bᵀ. For float32 it is either the small terms of the step or the big one.
+// c += step kk of a bᵀ; for float32, either its small terms or its big one.
 template <bool kSmall, class S, int kFragments, int kCount>
 __device__ __forceinline__ void gemm_abt_step(float (&c)[kFragments][kCount], const FragmentA (&a)[kFragments],
                                               unsigned b_lane, int kk) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void gemm_abt_step(float (&c)[kFragments][kCount], co
   }
 }
 
-// c += steps [begin, end) of a bᵀ. `load(a, kk)` brings step kk of a; b lies in shared memory.
+// c += steps [begin, end) of a bᵀ. `load(a, kk)` loads step kk of a; b is in shared memory.
 template <bool kSmall, class S, int kFragments, int kCount, typename Load>
 __device__ __forceinline__ void gemm_abt_steps(float (&c)[kFragments][kCount], const Load& load, unsigned b_lane,
                                                int begin, int end) {
@@ -143,7 +144,7 @@ template <class S, int kSteps, int kFragments, int kCount, typename Load>
 __device__ __forceinline__ void gemm_abt(float (&c)[kFragments][kCount], const Load& load, unsigned b_lane) {
   if constexpr (kIsTf32) {
     gemm_abt_steps<true, S>(c, load, b_lane, 0, kSteps);
-    __syncwarp();  // why: L8
+    __syncwarp();  // keeps ptxas from holding the first pass's loads for the second (L8)
   }
   if constexpr (kIsTf32 && kSteps > kMostSteps) {
 #pragma unroll 1

@@ -1,10 +1,10 @@
-// Products a b with a tile b in shared memory, such as o += p v: the rows of b are summed over. The columns of the
-// result are blocks of 16 columns of b, kColumnStep columns apart, from column `column` on. `load(a, kk)` brings step
-// kk of the left operand; for float32 its summed index is permuted as in FragmentA::from_weights.
+// Products a b with a tile b in shared memory, such as o += p v: the sum is over the rows of b. The columns of the
+// result are blocks of 16 columns of b, kColumnStep columns apart, from column `column` on. `load(a, kk)` loads step kk
+// of the left operand; for float32 its summed index is permuted as in FragmentA::from_weights.
 #pragma once
 #include "gemm.cuh"
 
-// For 16-bit operands the tile is read transposed, 16 rows x 16 columns at a time.
+// 16-bit operands: the tile is read transposed, 16 rows x 16 columns at a time.
 template <class S, int kSum, int kColumnStep, int kFragments, int kCount, typename Load>
 __device__ __forceinline__ void gemm_ab_16bit(float (&c)[kFragments][kCount], const Load& load, unsigned b_smem,
                                               int column) {
@@ -27,8 +27,8 @@ __device__ __forceinline__ void gemm_ab_16bit(float (&c)[kFragments][kCount], co
   }
 }
 
-// For float32 kUnroll steps are unrolled, and kColumnFragments fragments of 8 columns are made at a time. The sum over
-// the tile is formed apart and added to c once. why: L43, and c has thousands of terms.
+// float32 operands: kUnroll steps are unrolled, and kColumnFragments fragments of 8 columns are computed at a time.
+// Each tile is summed separately and added to c once, because tensor cores truncate and c has thousands of terms (L43).
 template <class S, int kSum, int kColumnStep, int kUnroll, int kFragments, int kCount, typename Load>
 __device__ __forceinline__ void gemm_ab_tf32(float (&c)[kFragments][kCount], const Load& load, unsigned b_smem,
                                              int column) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void gemm_ab_tf32(float (&c)[kFragments][kCount], con
     float sum[kFragments][kColumnFragments][4] = {};
 #pragma unroll
     for (int pass = 0; pass < 2; ++pass) {  // small terms, then big ones
-      __syncwarp();                         // why: L8
+      __syncwarp();                         // keeps ptxas from gathering all loads first (L8)
 #pragma unroll kUnroll
       for (int kk = 0; kk < kSum / 8; ++kk) {
         FragmentA a[kFragments];
@@ -74,7 +74,7 @@ __device__ __forceinline__ void gemm_ab(float (&c)[kFragments][kCount], const Lo
   else gemm_ab_16bit<S, kSum, kColumnStep>(c, load, b_smem, column);
 }
 
-// c += p b with p in registers. The columns of c are those of the tile.
+// c += p b with p in registers. c has the columns of the tile.
 template <class S, int kFragments, int kCount, int kWeights>
 __device__ __forceinline__ void gemm_weights(float (&c)[kFragments][kCount], const float (&p)[kFragments][kWeights],
                                              unsigned b_smem) {
@@ -82,6 +82,6 @@ __device__ __forceinline__ void gemm_weights(float (&c)[kFragments][kCount], con
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) a[m].from_weights(p[m], kk);
   };
-  // why all steps unrolled: L7.
+  // All steps are unrolled: an index would move p to local memory (L7).
   gemm_ab<S, 2 * kWeights, 16, kWeights>(c, load, b_smem, 0);
 }

@@ -1,12 +1,12 @@
-// lse = log sum exp(mask(score(q kᵀ))), which is forward without v, for one block of queries of one head.
+// lse = log sum exp(mask(score(q kᵀ))): forward without v, for one block of queries of one head.
 //
 //   s = mask(score(q kᵀ))       per key tile, as in forward.cu
 //   lse = softmax update of s   by the policy of this build, whose weights are not used
 //
-// Roles    As in forward.cu, every warp owns kBlockQ / kNumWarps queries and all keys, and all threads copy.
-// Ring     Two tiles of k. The next tile is fetched during the whole of this one.
-// Barriers of the block, for each tile:
-//          (A)  the tile has arrived, and every warp is done with the tile before
+// Roles    As in forward.cu: every warp owns kBlockQ / kNumWarps queries and all keys, and all threads copy.
+// Ring     Two tiles of k. The next tile is fetched while this one is computed.
+// Barriers of the thread block, for each tile:
+//          (A)  the tile has arrived, and every warp is done with the previous tile
 #include "scores.cuh"
 #include "softmax_policy.cuh"
 
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     work.score_and_mask(s, n, walk.is_full());
     softmax.update(s, scale_log2_of(params.problem), unused);
   }
-  cp_async_wait<0>();  // why: q may still be on its way when no key is visible
+  cp_async_wait<0>();  // q may still be in flight if no key is visible
 
   const QueryWork& same = work.again(params);
   float* const lse = params.lse + same.sequence.lse_offset(same.head);

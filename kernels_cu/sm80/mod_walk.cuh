@@ -1,15 +1,15 @@
-// The tiles of scores that a thread block goes over for the gradient of a captured array.
+// The walk of a thread block over tiles of scores, for the gradient of a captured array.
 //
-// Sums stand apart by some of sequence, head, query tile and key tile: these are the block's own. It walks over all
-// others: sequences, heads, query tiles, and for each of these the key tiles that some of its queries see. `parts`
-// thread blocks share a walk. What is walked has one order, so that sums have it, too.
+// Sums are separate by some of sequence, head, query tile and key tile; these indices are fixed in a thread block. It
+// walks over all others: sequences, heads, query tiles, and for each of these the visible key tiles. `parts` thread
+// blocks divide a walk. A walk has a fixed order, and so have its sums.
 #pragma once
 #include "../common/varlen.cuh"
 #include "../common/tile_range.cuh"
 #include "config.cuh"
 
-// The sequence of a tile. If varlen, it lies in memory, in one of two slots: that of the tile at hand, and that of the
-// tile after it.
+// The sequence of a tile. If varlen, it is in shared memory, in one of two slots: for the current tile, and for the
+// next one.
 template <bool kIsVarlen>
 struct WalkedSequences {
   struct Memory {};
@@ -30,7 +30,7 @@ struct WalkedSequences<true> {
   __device__ __forceinline__ WalkedSequences(const ProblemParams& p, Memory& memory)
       : problem(p), slots(reinterpret_cast<VarlenSequence*>(memory.slots)) {}
 
-  // All threads call. why the first barrier: some may still read what the slot held.
+  // All threads call it. The first barrier: threads may still read the slot's old sequence.
   __device__ __forceinline__ void find(int batch, int slot) const {
     __syncthreads();
     if (threadIdx.x == 0) slots[slot] = VarlenSequence(problem, batch);
@@ -39,18 +39,18 @@ struct WalkedSequences<true> {
   __device__ __forceinline__ const VarlenSequence& at(int, int slot) const { return slots[slot]; }
 };
 
-// A tile. All threads of the block are at the same one.
+// A tile of the walk. All threads of the block have the same one.
 struct WalkedTile {
-  int step;  // of the walk
+  int step;  // step of the walk
   int batch, head, kv_head, q_tile, k_tile;
-  int k_end;  // the end of the key tiles of this step
-  int slot;   // of the sequence
+  int k_end;  // end of this step's key tiles
+  int slot;   // slot of the sequence
 
   __device__ __forceinline__ int first_query() const { return q_tile * kBlockQ; }
   __device__ __forceinline__ int first_key() const { return k_tile * kBlockK; }
 
-  // The same, of which the compiler does not know so. why: what is made of a tile that stays would be held in
-  // registers.
+  // Returns the same tile, opaque to the compiler: otherwise it holds in registers all that derives from a tile that
+  // stays.
   __device__ __forceinline__ WalkedTile forgotten() const {
     WalkedTile same = *this;
     asm volatile("" : "+r"(same.head), "+r"(same.kv_head), "+r"(same.q_tile), "+r"(same.k_tile));
@@ -61,8 +61,8 @@ struct WalkedTile {
 struct ModWalk {
   const ModGradientParams& p;
   const WalkedSequences<kVarlen> sequences;
-  int part, batch, head, q_tile, k_tile;  // of the block, 0 where it walks
-  int end;                                // of the steps of the part
+  int part, batch, head, q_tile, k_tile;  // fixed indices of the thread block; 0 for indices of the walk
+  int end;                                // end of the part's steps
 
   __device__ __forceinline__ ModWalk(const ModGradientParams& params, WalkedSequences<kVarlen>::Memory& memory)
       : p(params), sequences(params.problem, memory) {
@@ -74,15 +74,15 @@ struct ModWalk {
     part = rest, end = bound(part + 1);
   }
 
-  // Goes to the first tile. False: there is none.
+  // Sets `at` to the first tile; returns false if there is none.
   __device__ __forceinline__ bool begin(WalkedTile& at) const {
     at = {bound(part) - 1, -1, -1, 0, 0, 0, 0, 1};
     return next_step(at, 0);
   }
 
-  // Goes to the tile after this one.
+  // Advances to the next tile; returns false at the end.
   __device__ __forceinline__ bool advance(WalkedTile& at) const {
-    if constexpr (ModTerm::kStays) return ++at.batch, ++at.step < end;  // all sequences are equally long
+    if constexpr (ModTerm::kStays) return ++at.batch, ++at.step < end;  // all sequences have the same length
     return ++at.k_tile < at.k_end || next_step(at, at.slot ^ 1);
   }
 
@@ -93,12 +93,12 @@ struct ModWalk {
     return found;
   }
 
-  // The first step of a part.
+  // Returns the first step of a part.
   __device__ __forceinline__ int bound(int part_idx) const {
     return static_cast<int>(static_cast<long long>(p.num_steps) * part_idx / p.parts);
   }
 
-  // new_slot: where another sequence is to be scheduled.
+  // new_slot: the slot for another sequence.
   __device__ __forceinline__ bool next_step(WalkedTile& at, int new_slot) const {
 #pragma unroll 1
     while (++at.step < end) {
@@ -113,7 +113,7 @@ struct ModWalk {
       }
       const auto& sequence = sequences.at(at.batch, at.slot);
       const int begin = at.first_query(), length = sequence.seqlen_q();
-      if (begin >= length) {  // only if varlen: no query tile after this one is there
+      if (begin >= length) {  // only if varlen: the query tiles after this one do not exist either
         if (!p.by_query) at.step += p.num_q_tiles - 1 - at.q_tile;
         continue;
       }

@@ -1,10 +1,10 @@
-// Rows of accumulator fragments, from registers to global memory by 16-byte stores.
+// Stores of fragment rows from registers to global memory, by 16-byte accesses.
 #pragma once
 #include "../common/fragment.cuh"
 #include "../common/vector.cuh"
 
-// Row h of columns 32 g … 32 g + 31 as 16-bit numbers, 16 bytes a lane. The lanes of a quad exchange pairs by two
-// butterflies, which transpose 4x4 pairs; then lane t holds the columns 32 g + 8 t … + 7.
+// Gathers row h of columns 32 g … 32 g + 31 as 16-bit numbers, 16 bytes per lane. The lanes of a quad exchange pairs by
+// two butterflies, which transpose 4x4 pairs; lane t then holds the columns 32 g + 8 t … + 7.
 template <int kCount>
 __device__ __forceinline__ void gather_row_16bit(unsigned (&r)[4], const float (&o)[kCount], int g, int h) {
   const int t = threadIdx.x % 4;
@@ -19,8 +19,8 @@ __device__ __forceinline__ void gather_row_16bit(unsigned (&r)[4], const float (
   }
 }
 
-// Row h of columns 16 g … 16 g + 15 as floats, 16 bytes a lane. Lane t then holds the columns 16 g + 8 (t % 2) +
-// 4 (t / 2) … + 3.
+// Gathers row h of columns 16 g … 16 g + 15 as floats, 16 bytes per lane. Lane t then holds the columns 16 g + 8 (t %
+// 2) + 4 (t / 2) … + 3.
 template <int kCount>
 __device__ __forceinline__ void gather_row_float(unsigned (&r)[4], const float (&o)[kCount], int g, int h) {
   const bool odd = threadIdx.x & 1;
@@ -32,12 +32,13 @@ __device__ __forceinline__ void gather_row_float(unsigned (&r)[4], const float (
   r[2] = __float_as_uint(odd ? second[0] : x), r[3] = __float_as_uint(odd ? second[1] : y);
 }
 
-// Stores row `half` of a fragment. `gmem` is the place of its first column in out (or dq); `columns` of them exist.
+// Stores row `half` of a fragment. `gmem` is the address of its first column in out (or dq), which has `columns`
+// columns.
 template <int kCount>
 __device__ __forceinline__ void store_row(char* gmem, const float (&o)[kCount], int half, int columns, bool exists,
                                           bool aligned) {
   constexpr bool kWide = kOutDType == DType::kFloat32;
-  constexpr int kQuadColumns = kWide ? 16 : 32;  // columns that a quad writes with one 16-byte access a lane
+  constexpr int kQuadColumns = kWide ? 16 : 32;  // columns of a quad's 16-byte accesses
   const int t = threadIdx.x % 4;
   const int lane_column = kWide ? 8 * (t % 2) + 4 * (t / 2) : 8 * t;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Scores of a warp's queries with one key tile, as forward, lse and dq make them.
+// Scores of a warp's queries with one key tile, for forward, lse and dq.
 #pragma once
 #include "../common/mask_tiles.cuh"
 #include "../common/dropout.cuh"
@@ -10,18 +10,18 @@
 #include "tile_scheduler.cuh"
 
 static_assert(kBlockQ % (16 * kNumWarps) == 0, "each warp owns whole 16-row fragments");
-constexpr int kRowsPerWarp = kBlockQ / kNumWarps, kFragments = kRowsPerWarp / 16;  // of a warp (L26)
+constexpr int kRowsPerWarp = kBlockQ / kNumWarps, kFragments = kRowsPerWarp / 16;  // of a warp (rows per warp, L26)
 
-// This lane's first query. Its others are multiples of 8 further.
+// Returns this lane's first query. The others follow in steps of 8.
 __device__ __forceinline__ int lane_row(const QueryWork& work) {
   return work.rows.begin + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
 }
 
-// Loads key tiles of k or v.
+// The loader of key tiles of k or v.
 template <int kCols>
 using KeyLoader = TileLoader<kBlockK, kCols, AnySequence::KeyPlace>;
 
-// A block of queries, its scores, and the key tiles that some of its queries see.
+// A block of queries: its scores, and the key tiles that some of its queries see.
 struct QueryBlock : QueryWork {
   const Score score;
   const ModHead mod_head;
@@ -44,27 +44,27 @@ struct QueryBlock : QueryWork {
         q_loader(p.q, sequence.queries(), head, p.problem.head_dim),
         k_loader(p.k, sequence.keys(), kv_head, p.problem.head_dim) {}
 
-  // Whether the block has a query. Only blocks of variable-length sequences may have none.
+  // True if the block has a query. Only variable-length sequences have blocks without one.
   __device__ __forceinline__ bool exists() const { return !kVarlen || rows.begin < rows.end; }
 
-  // The walk along the tiles that the mask_mod shows something of.
+  // Returns the key tiles that are visible under the mask_mod.
   __device__ __forceinline__ VisibleTiles<DescendingTiles, kBlockQ, kBlockK> visible_tiles() const {
     return {tiles, mod_params, sequence_idx(), head, rows, sequence.seqlen_k()};
   }
 
-  // Begins to load key tile n of k or of v into a slot of the ring at `smem`, if there is such a tile.
+  // Starts to load key tile n of k or v into ring slot `slot` at `smem`, if there is such a tile.
   template <class Loader>
   __device__ __forceinline__ void fetch(const Loader& loader, unsigned smem, int n, int slot) const {
     if (tiles.has(n)) loader.load(smem + slot * Loader::kBytes, n * kBlockK, sequence.visible_keys());
   }
 
-  // Whether some query of the block does not see all keys of tile n.
+  // True if some query of the block does not see all keys of tile n.
   __device__ __forceinline__ bool needs_mask(int n) const {
     return !mask.all_visible(rows, {n * kBlockK, (n + 1) * kBlockK});
   }
 
-  // s = mask(score(s)), where there is something to do. kWithMods: mods take part, else they are asked later. is_full:
-  // the mask among them shows all of the tile.
+  // s = mask(score(s)). kWithMods: applies mods here; otherwise they follow later. is_full: the mask_mod shows all of
+  // the tile.
   template <bool kWithMods = true>
   __device__ __forceinline__ void score_and_mask(float (&s)[kFragments][kBlockK / 2], int n,
                                                  bool is_full = false) const {
@@ -95,7 +95,7 @@ struct QueryBlock : QueryWork {
     }
   }
 
-  // Scores of keys whose page is not there become `hidden`.
+  // Sets scores of keys on missing pages to `hidden`.
   template <class Varlen>
   __device__ __forceinline__ static void mask_missing_pages(float (&s)[kFragments][kBlockK / 2], int n,
                                                             const Varlen& sequence, float hidden) {
@@ -113,14 +113,14 @@ struct QueryBlock : QueryWork {
   }
 };
 
-// The warp's rows of q, which are held in registers over all tiles, or read from shared memory for each.
+// The warp's rows of q: held in registers over all tiles, or read from shared memory for each tile.
 struct QFragments {
   FragmentA held[kQInRegisters ? kHeadDim / kStepElements : 1][kFragments];
   Rows<QSwizzle> rows;
 
   __device__ explicit QFragments(unsigned q_smem) : rows(q_smem, threadIdx.x / 32 * kRowsPerWarp) {}
 
-  // To be called once q has arrived.
+  // Called once q has arrived.
   __device__ __forceinline__ void load() {
     if constexpr (kQInRegisters) {
 #pragma unroll

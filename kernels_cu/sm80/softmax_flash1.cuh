@@ -1,5 +1,5 @@
 // FlashAttention (Dao et al. 2022, arXiv 2205.14135, algorithm 1). The output is normalised at every tile.
-//   m' = max(m, max s)   l' = l e^(m - m') + sum e^(s - m')   o' = o l e^(m - m') / l' + (e^(s - m') / l') v
+//   m' = max(m, max s)   l' = l e^(m - m') + Σ e^(s - m')   o' = o l e^(m - m') / l' + (e^(s - m') / l') v
 #pragma once
 #include "../common/fragment.cuh"
 #include "config.cuh"
@@ -7,7 +7,7 @@
 template <int kFragments, int kCount>
 struct SoftmaxFlash1 {
   float max_log2[2 * kFragments];  // running maximum of score * scale_log2
-  float sum[2 * kFragments];       // running sum of the whole row
+  float sum[2 * kFragments];       // running sum over the whole row
 
   __device__ __forceinline__ void setup() {
 #pragma unroll

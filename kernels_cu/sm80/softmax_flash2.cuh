@@ -1,6 +1,6 @@
 // FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1). The output is normalised once, at the end.
-//   m' = max(m, max s)   l' = l e^(m - m') + sum e^(s - m')   o' = o e^(m - m') + e^(s - m') v   out = o / l
-// While the maximum of a row has grown by less than kSlack powers of two, the old one stays and o is not multiplied
+//   m' = max(m, max s)   l' = l e^(m - m') + Σ e^(s - m')   o' = o e^(m - m') + e^(s - m') v   out = o / l
+// Until the maximum of a row has grown by more than kSlack powers of two, the stale one is used and o is not rescaled
 // (L42). The result is exact for every input.
 #pragma once
 #include "../common/fragment.cuh"
@@ -9,7 +9,7 @@
 template <int kFragments, int kCount>
 struct SoftmaxFlash2 {
   static constexpr float kSlack = 8.0f;  // weights stay under 2^8, far inside the range of float16
-  float max_log2[2 * kFragments];        // the scale in use, which is a past maximum of score * scale_log2
+  float max_log2[2 * kFragments];        // stale maximum of score * scale_log2
   float sum[2 * kFragments];             // running sum over this lane's columns
 
   __device__ __forceinline__ void setup() {

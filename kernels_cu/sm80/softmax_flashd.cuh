@@ -1,5 +1,5 @@
-// FLASH-D (Alexandridis et al. 2025, arXiv 2505.14201). There is no running maximum, and a sigmoid takes the place of
-// the division. The state of a row is one lse. A tile is normalised by itself, and then blended into the output:
+// FLASH-D (Alexandridis et al. 2025, arXiv 2505.14201). There is no running maximum, and a sigmoid replaces the
+// division. The state of a row is one lse. Each tile is normalised by itself, then blended into the output:
 //   w = sigmoid(lse_tile - lse)   o' = o (1 - w) + o_tile w   lse' = lse + softplus(lse_tile - lse)
 #pragma once
 #include "../common/fragment.cuh"
@@ -7,7 +7,8 @@
 
 template <int kFragments, int kCount>
 struct SoftmaxFlashD {
-  // log2 of the sum of exp over the keys so far is base + rest. why two numbers: L45.
+  // log2 of the sum of exp over past keys is base + rest. Two floats: at scores of 10^4 one has no bits left for lse
+  // (L45).
   float base[2 * kFragments], rest[2 * kFragments];
 
   __device__ __forceinline__ void setup() {
@@ -19,7 +20,7 @@ struct SoftmaxFlashD {
                                          float (&o_scale)[2 * kFragments]) {
 #pragma unroll
     for (int r = 0; r < 2 * kFragments; ++r) {
-      // The maximum of the tile alone; no later tile needs it.
+      // The maximum of this tile alone; later tiles do not need it.
       const float tile_max = quad_max(lane_row_max(s[r / 2], r % 2)) * scale_log2;
       const float shift = tile_max == -infinity() ? 0.0f : tile_max;
       const float tile_sum = quad_sum(exponentiate_row(s[r / 2], r % 2, scale_log2, shift));

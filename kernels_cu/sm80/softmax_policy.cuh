@@ -1,6 +1,6 @@
-// The softmax of this build, over kFragments fragments of 16 rows with kCount registers each. A lane holds two rows of
-// each fragment. `update` makes weights of scores; its result is whether the caller must multiply the output so far
-// by o_scale before it adds the tile's. `finish` gives the factor that turns the output into the result, and the lse.
+// The softmax of this build, over kFragments fragments of 16 rows with kCount registers each; a lane holds two rows of
+// each. `update` replaces scores by weights. It returns true if the caller must multiply the output so far by o_scale
+// before adding the tile's. `finish` returns the factor from the output to the result, and the lse.
 #pragma once
 #include "softmax_flash1.cuh"
 #include "softmax_flash2.cuh"

@@ -1,14 +1,14 @@
-// Sums whose places are looked up: tables in global memory, to which warps add what a fragment has.
+// Gathered sums: tables in global memory, to which warps add the values of fragments.
 #pragma once
 #include "../common/gradient_sums.cuh"
 #include "../common/params.cuh"
 #include "config.cuh"
 
-// The axes of an array along which indices are looked up, as in CapturedArray of common/mod_functions.cuh.
+// The gathered axes of an array, as in CapturedArray of common/mod_functions.cuh.
 struct LookedUpAxes {
   const ModGradientParams& p;
 
-  // The way along an axis of the table to an index, of which a negative one counts from the end.
+  // Returns the table offset of an index along an axis; a negative index counts from the end.
   __device__ __forceinline__ int way(int axis, int index) const {
     return min(max(index + (index >> 31 & p.extents[axis]), 0), p.extents[axis] - 1) * p.strides[axis];
   }
@@ -18,7 +18,7 @@ struct LookedUpAxes {
   }
 };
 
-// The table of a warp, or with atomics that of all.
+// The table of a warp; with atomics, one table of all warps.
 struct WarpTable {
   float* first;
   int count;
@@ -31,14 +31,14 @@ struct WarpTable {
     first = p.tables + ((number * sequences + batch) * heads + head) * count;
   }
 
-  // why not of a shared one: a launch before has done so.
+  // Zeroes the warp's own table; an earlier launch has zeroed a shared one.
   __device__ __forceinline__ void zero() const {
     if (is_shared) return;
     for (int i = threadIdx.x % 32; i < count; i += 32) first[i] = 0.0f;
     __syncwarp();
   }
 
-  // Adds the values of a fragment; places are ints, as bits. All lanes of the warp call.
+  // Adds the values of a fragment; `places` are int table indices, as bits. All lanes of the warp call it.
   template <int kCount>
   __device__ __forceinline__ void add(const float (&places)[kCount], const float (&values)[kCount]) const {
     const int common = __shfl_sync(0xffffffffu, __float_as_int(places[0]), 0);
@@ -55,7 +55,7 @@ struct WarpTable {
       __syncwarp();
       return;
     }
-    // why pairs 8 rows and 8 columns apart: in a table of distances they have one place.
+    // Pairs 8 rows and 8 columns apart are added first: in a table of distances they have one entry.
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const bool upper = i % 4 < 2;
@@ -75,8 +75,8 @@ struct WarpTable {
     else first[place] += x;
   }
 
-  // Lanes of the same place add up, in an order that depends on nothing but which they are, and the first of them adds
-  // the sum to the table. In each round a lane takes the sum of the next one of its place, of which every other is then
+  // Adds the values of lanes with equal indices, in an order that depends only on the lane numbers. The first lane adds
+  // the sum to the table. In each round a lane takes the sum of the next lane of its index; every other lane is then
   // done.
   __device__ __forceinline__ void add_of_lanes(int place, float x) const {
     if (!__any_sync(0xffffffffu, x != 0.0f)) return;

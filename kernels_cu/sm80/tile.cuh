@@ -1,4 +1,4 @@
-// Tiles between global memory and swizzled shared memory: cp.async brings them, 16-byte stores take them back.
+// Tiles between global memory and swizzled shared memory: loads by cp.async, stores of 16 bytes.
 #pragma once
 #include "../common/fragment.cuh"
 #include "../common/varlen.cuh"
@@ -7,7 +7,7 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
 
-// Where row 0 of a head begins.
+// The address of row 0 of a head.
 template <class At>
 struct FirstRow {
   const char* gmem;
@@ -17,7 +17,7 @@ struct FirstRow {
   __device__ __forceinline__ const char* address(const Operand&) const { return gmem; }
 };
 
-// The same of keys whose place is in memory. why not kept: registers are short.
+// The address of row 0 for keys whose place is in shared memory. Computed at each use, to hold no registers.
 template <>
 struct FirstRow<KeyPlaceInMemory> {
   const KeyPlaceInMemory place;
@@ -30,13 +30,13 @@ struct FirstRow<KeyPlaceInMemory> {
   }
 };
 
-// Loads (kRows, kCols) tiles of a head of an operand, from column `column` on; the head has `columns` of them. Rows
-// outside the range `valid` and columns past the last become zeros, whatever memory holds there. `At` says where
-// the rows lie: in a Place, or in one that may have pages.
+// Loads (kRows, kCols) tiles of a head of an operand, from column `column` on; the head has `columns` columns. Rows
+// outside the range `valid` and columns past the last become zeros, whatever memory holds there. `At` is the location
+// of the rows: a Place, or a place with pages.
 template <int kRows, int kCols, class At = Place>
 struct TileLoader {
   static constexpr int kChunks = kCols / kChunkElements, kBytes = kRows * kChunks * 16;
-  // Neighbouring threads take neighbouring chunks of a row, up to 128 bytes. The rows of a thread are kRowStep apart.
+  // Adjacent threads take adjacent chunks of a row, up to 128 bytes. The rows of a thread are kRowStep apart.
   static constexpr int kLanes = Swizzle<kChunks>::kSpan;
   static constexpr int kRowStep = kNumThreads / kLanes;
   static constexpr bool kWhole = kRows % kRowStep == 0;
@@ -44,12 +44,12 @@ struct TileLoader {
 
   const Operand& operand;
   const FirstRow<At> first;  // row 0 of the head, first column of the tile
-  int num_columns;           // that exist from there on
+  int num_columns;           // existing columns from there on
 
   __device__ __forceinline__ TileLoader(const Operand& x, const At& place, int head, int columns, int column = 0)
       : operand(x), first(x, place, head, column), num_columns(columns - column) {}
 
-  // Where this thread's part of the rows from `row` on begins, in global and in shared memory.
+  // The begin of this thread's chunks of the rows from `row` on: in global memory, and in shared memory.
   __device__ __forceinline__ const char* source_of(int row) const {
     const int thread = fresh_thread(), first_row = thread / kLanes, lane = thread % kLanes;
     return first.address(operand) + (row + first_row) * (operand.stride_seqlen * kElementBytes) + lane * 16;
@@ -58,12 +58,12 @@ struct TileLoader {
     return smem + Swizzle<kChunks>::offset(fresh_thread() / kLanes, fresh_thread() % kLanes);
   }
 
-  // Whether the tile of the rows from `row` on is copied as it is.
+  // True if the tile of the rows from `row` on is copied whole, without zeros.
   __device__ __forceinline__ bool is_whole(int row, Range valid) const {
     return operand.aligned && num_columns >= kCols && row >= valid.begin && row + kRows <= valid.end;
   }
 
-  // Begins to copy it. first_row: of this thread.
+  // Starts the copy of a whole tile. first_row: this thread's first row.
   __device__ __forceinline__ static void copy_whole(unsigned target, const char* source, long long row_bytes,
                                                     int first_row) {
 #pragma unroll
@@ -75,7 +75,7 @@ struct TileLoader {
     }
   }
 
-  // Begins to load the rows row … row + kRows - 1.
+  // Starts to load the rows row … row + kRows - 1.
   __device__ __forceinline__ void load(unsigned smem, int row, Range valid) const {
     const int thread = fresh_thread(), first_row = thread / kLanes, lane = thread % kLanes;
     const long long row_bytes = operand.stride_seqlen * kElementBytes;
@@ -85,7 +85,7 @@ struct TileLoader {
       if (first.place.at.is_paged())
         return load_paged(target, row + first_row, row + kRows, lane * kChunkElements, valid);
     }
-    // why not by the functions above: other instructions come in another order, in kernels that are measured.
+    // Repeats copy_whole: a call would reorder the instructions of measured kernels.
     if (operand.aligned && num_columns >= kCols && row >= valid.begin && row + kRows <= valid.end) {
 #pragma unroll
       for (int r = 0; r < kRows; r += kRowStep, source += kRowStep * row_bytes) {
@@ -115,7 +115,7 @@ struct TileLoader {
     }
   }
 
-  // The same of rows whose places are looked up one by one.
+  // Loads such rows by looking up the page of each.
   __device__ __forceinline__ void load_paged(unsigned target, int i, int row_end, int first_column, Range valid) const {
     const int columns = num_columns - first_column;
 #pragma unroll 1
@@ -131,7 +131,7 @@ struct TileLoader {
     }
   }
 
-  // `count` elements and zeros after them. An address outside the operand is never read, even for a copy of no bytes.
+  // Loads `count` elements and zeros after them. No address outside the operand is read, even by a copy of no bytes.
   __device__ __forceinline__ void load_chunk_to(unsigned target, const char* source, int count) const {
     const char* from = count > 0 ? source : static_cast<const char*>(operand.pointer);
     if (operand.aligned) {
@@ -143,8 +143,8 @@ struct TileLoader {
   }
 };
 
-// Stores a (kRows, kCols) tile from swizzled shared memory to the rows of a head of an operand, which are at most kRows
-// and have `num_columns` columns. Rows outside the range `valid` become zeros, whatever the tile holds.
+// Stores a (kRows, kCols) tile from swizzled shared memory to rows of a head of an operand. There are at most kRows
+// rows, with `num_columns` columns. Rows outside the range `valid` become zeros, whatever the tile holds.
 template <int kRows, int kCols>
 __device__ __forceinline__ void store_tile(const Operand& x, const Place& place, int head, unsigned smem, Range rows,
                                            Range valid, int num_columns) {

@@ -1,11 +1,12 @@
-// The work of a thread block of sm80's kernels: a block of queries, or a block of keys.
+// The work tile of an sm80 thread block: a block of queries, or a block of keys.
 #pragma once
 #include "../common/select.cuh"
 #include "../common/varlen.cuh"
 #include "../common/tile_scheduler.cuh"
 #include "config.cuh"
 
-// The block's index. why opaque to the compiler: L5, for the rows that the epilogue stores.
+// Returns the block's index, opaque to the compiler: the epilogue computes its rows again, instead of holding them
+// (L5).
 __device__ __forceinline__ unsigned opaque_block_index() {
   unsigned index = blockIdx.x;
   asm volatile("" : "+r"(index));
@@ -28,19 +29,19 @@ struct DenseQueryWork : Work {
     rows.end = const_min(rows.begin + kBlockQ, sequence.seqlen_q());
   }
 
-  // The same work for the epilogue. why made again: its rows are then not held in registers over the loop.
+  // Returns the same work for the epilogue, computed again so that its rows hold no registers over the loop.
   template <class Params>
   __device__ __forceinline__ DenseQueryWork again(const Params& p) const {
     return DenseQueryWork(p);
   }
 
-  // Rows of out and lse that this block writes, of which those from rows.end on are not used.
+  // Returns the end of the rows of out and lse that this block writes; rows from rows.end on are unused.
   __device__ int written_end() const { return rows.end; }
   __device__ int sequence_idx() const { return batch; }
 };
 
-// What one warp finds out about the work of a thread block. why in shared memory: it is found by reading from memory,
-// and a thread has no registers for it over the loop.
+// Returns work that one warp finds and shares with the thread block. Shared memory, because it is read from global
+// memory, and threads have no registers for it over the loop.
 template <class Found, class Params>
 __device__ __forceinline__ const Found& shared_by_block(const Params& p, HeadBlock at) {
   __shared__ alignas(Found) char memory[sizeof(Found)];
@@ -53,7 +54,7 @@ __device__ __forceinline__ const Found& shared_by_block(const Params& p, HeadBlo
   return shared;
 }
 
-// The same for variable-length sequences, of which num_q_blocks counts all blocks of a head.
+// A block of queries of a variable-length sequence. num_q_blocks counts the blocks of a head over all sequences.
 struct VarlenQueryWork {
   struct Found {
     RowSlots row_slots;
@@ -89,7 +90,7 @@ struct VarlenQueryWork {
   }
 
   __device__ int written_end() const { return const_min(rows.begin + kBlockQ, row_slots.num_rows()); }
-  // why not below 0: rows of no sequence ask the mods nothing, but these may load by it.
+  // Not below 0: rows without a sequence do not use mods, but mods may load by this index.
   __device__ int sequence_idx() const { return const_max(row_slots.sequence, 0); }
 
  private:
@@ -97,7 +98,7 @@ struct VarlenQueryWork {
       : row_slots(x.row_slots), sequence(x.sequence), rows(x.rows), head(x.head), kv_head(x.kv_head), part(x.part) {}
 };
 
-// A block of keys of one kv head, and the query heads that it takes; `part` is the share of them (a split).
+// A block of keys of one kv head, and its query heads; `part` is the split of the group's query heads.
 struct DenseKeyWork : Work {
   Sequence sequence;
   Range keys;
@@ -119,7 +120,7 @@ struct DenseKeyWork : Work {
     return {begin, const_min(begin + heads_of_split, (head + 1) * group)};
   }
 
-  // The same work for the epilogue: see DenseQueryWork.
+  // Returns the same work for the epilogue: see DenseQueryWork.
   __device__ __forceinline__ DenseKeyWork again(const BackwardParams& p) const { return DenseKeyWork(p); }
 
   __device__ __forceinline__ static constexpr bool exists() { return true; }
@@ -127,8 +128,8 @@ struct DenseKeyWork : Work {
   __device__ __forceinline__ int sequence_idx() const { return batch; }
 };
 
-// The same for variable-length sequences, of which num_k_blocks counts all blocks of a head. `keys` are those of the
-// sequence, used or not.
+// A block of keys of a variable-length sequence. num_k_blocks counts the blocks of a head over all sequences. `keys`
+// are the sequence's keys, used or not.
 struct VarlenKeyWork {
   struct Found {
     RowSlots row_slots;
@@ -162,7 +163,7 @@ struct VarlenKeyWork {
   __device__ __forceinline__ const Place& place_of_keys() const { return sequence.k_place; }
   __device__ __forceinline__ int sequence_idx() const {
     return const_max(row_slots.sequence, 0);
-  }  // why: VarlenQueryWork
+  }  // not below 0: see VarlenQueryWork
 
  private:
   __device__ __forceinline__ explicit VarlenKeyWork(const Found& x)

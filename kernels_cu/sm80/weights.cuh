@@ -1,4 +1,4 @@
-// Weights (p or ds) of kBlockK keys x kBlockQ queries in shared memory, through which warps hand them to each other.
+// Weights (p or ds) of kBlockK keys x kBlockQ queries in shared memory, for exchange between warps.
 #pragma once
 #include "gemm.cuh"
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_fragments(unsigned smem, const float (&x)[
   }
 }
 
-// Left operands whose rows are keys, from row `key` on, and whose summed dimension is the queries.
+// Left operands with keys as rows, from row `key` on; the summed dimension is the queries.
 struct KeyRows {
   unsigned lane_address;
 
@@ -55,8 +55,8 @@ struct KeyRows {
   }
 };
 
-// Left operands whose rows are queries, from row `query` on, and whose summed dimension is the keys. `query` is a
-// multiple of the number of rows that are loaded.
+// Left operands with queries as rows, from row `query` on; the summed dimension is the keys. `query` is a multiple of
+// the number of rows that are loaded.
 struct QueryRows {
   unsigned even_lane, odd_lane;
 

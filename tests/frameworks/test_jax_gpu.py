@@ -85,6 +85,7 @@ def assert_right(case: Case, arrays: list[Any], out: Any, grads: Any) -> None:
     check(case, BackwardArgs(2 * out, q, k, v, out, None), grads, ulps=4)
 
 
+@pytest.mark.slow(60)
 def test_between_other_work_of_xla_it_is_in_order() -> None:
     x, w = random((1, 2048, 8, 128), (128, 128))
 

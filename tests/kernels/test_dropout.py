@@ -132,6 +132,7 @@ def test_deterministic_backward_drops_the_same_and_is_bitwise_repeatable(cupy: A
         check_repeated(dropped, of_lengths(lengths), cupy.asarray)
 
 
+@pytest.mark.slow(50)
 def test_dropout_goes_with_all_of_it(cupy: Any) -> None:
     make = joined(FUNCTIONS["everything"], dropped)
     for lengths in ((130, 300), (257, 129)):

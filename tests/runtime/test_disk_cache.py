@@ -94,7 +94,7 @@ def test_a_folder_is_private_unless_root_makes_it_for_all(
 
 
 @posix
-@pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
 def test_a_folder_that_others_may_write_is_refused(mode: int, cache_dir: Path) -> None:
     disk_cache.keep(NAME, CONTENT)
     cache_dir.chmod(mode)
@@ -103,6 +103,31 @@ def test_a_folder_that_others_may_write_is_refused(mode: int, cache_dir: Path) -
     assert [path.name for path in cache_dir.iterdir()] == [NAME]  # nothing was added
     cache_dir.chmod(0o755)
     assert disk_cache.find_in_cache(NAME) == CONTENT
+
+
+@posix
+@pytest.mark.parametrize(("mode", "is_owner"), [(0o1777, True), (0o777, False), (0o1777, False)])
+def test_chmod_is_advised_to_the_owner_of_a_folder_that_is_not_for_all(
+    mode: int, is_owner: bool, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir.mkdir()
+    cache_dir.chmod(mode)
+    monkeypatch.setattr(disk_cache, "ROOT", os.geteuid())
+    monkeypatch.setattr(disk_cache, "_user", lambda: os.geteuid() + (not is_owner))
+    reason = "others than its owner may write to it"
+    advice = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"
+    assert cache_line() == f"cache     none: the kernel cache {cache_dir} is not trusted: {reason}; {advice}"
+
+
+@posix
+@pytest.mark.parametrize("name", ["/dev/null", "file"])
+def test_a_cache_that_is_no_folder_is_named_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / name
+    if name == "file":
+        path.touch(0o666)
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(path))
+    message = f"the kernel cache {path} cannot be used (Not a directory); set CUFLASH_CACHE_DIR to a folder of your own"
+    assert cache_line().startswith(f"cache     none: {message}")
 
 
 @posix

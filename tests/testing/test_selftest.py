@@ -57,6 +57,7 @@ def test_what_is_right_passes(on_cpu: None, capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"\n120 problems are right \(.*\), 0 wrong, 0 refused as unsupported, in \d+ s\n", output)
 
 
+@pytest.mark.slow(60)
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", range(15))
 def test_what_is_right_passes_on_a_gpu(cupy: Any, family: int) -> None:

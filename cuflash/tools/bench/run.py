@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...errors import ProblemError
@@ -21,6 +20,7 @@ from ...problem.options import ALGORITHMS
 from ...testing.arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
 from ...testing.cases import Case
 from .. import arguments
+from ..console import Console
 from . import check, compare, measure, peers, pictures, table
 from .peers import Contender
 from .presets import OF_PROBLEMS, PRESETS, square

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any, TypeVar
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from ...errors import ProblemError
 from ...ops.plan import plan
 from ...planning.plan import Plan
 from .. import info
+from ..console import Console
 from .mods import ModCase
 from .presets import GRIDS, PRESETS
 from .report import Report, Row

@@ -1,25 +1,25 @@
-// Backward on Hopper (FlashAttention-2, arXiv 2307.08691, algorithm 2): dk and dv of blocks of keys over the queries
-// that see them, and the share of dq of these keys.
+// Backward on Hopper: dk and dv of key blocks over the queries that see them, and these keys' contribution to dq.
+// (FlashAttention-2, arXiv 2307.08691, algorithm 2.)
 //
 //   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
-//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh; more: mod_step.cuh
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, with the slope of common/score.cuh; with mods: mod_step.cuh
 //   dv += p dout, dk += ds q  wgmma, p and ds from registers
-//   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks by dq_accumulate.cuh
+//   dq += dsᵀ k               wgmma, ds through shared memory; summed over key blocks by dq_accumulate.cuh
 //
 // Roles    warpgroup 0  Warp 0 loads. Warp 1 waits for semaphores of dq tiles; warps 2 and 3 move these tiles out.
-//          the others   Each owns 64 keys of the block and all queries. A step is a tile of queries:
+//          consumers    Each computes 64 keys of the block with all queries. A step is a tile of queries:
 //                       s, dp | p, ds | dv | (both have written ds) | dq | dk, and dq to shared memory beside it
-// Barriers q_full, dout_full     the tile has arrived, the first of a key block together with k, or v
-//          q_empty, dout_empty   every warp is done with it
-//          kv_empty              every warp is done with the places of k and v
-//          semaphore_full/_empty the mode of a step's dq is there, or has been read
-//          dq_empty              the tile of dq has been read
-//          sum_full, sum_empty   what others have added to a tile is there, or has been read
+// Barriers q_full, dout_full     the tile has arrived with lse, or delta; the first of a key block also with k, or v
+//          q_empty, dout_empty   all consumer warps have released it
+//          kv_empty              all consumer warps have released the shared memory of k and v
+//          semaphore_full/_empty the mode of a step's dq is there; its tile is handed to the copy engine
+//          dq_empty              the copy engine has read the tile of dq from shared memory
+//          sum_full, sum_empty   the sum of the other key blocks is in shared memory; all consumers have read it
+//          full, empty           of work_ring.cuh if varlen, of step_ring.cuh if block-sparse
 //          named barriers        storage.cuh
 //
-// If block-sparse (common/mask_tiles.cuh), warp 0 takes key blocks with their steps in which the mask_mod shows
-// something, and pushes them to all other warps (step_ring.cuh). Then those key blocks add to a tile of dq that
-// see some of it.
+// If block-sparse (common/mask_tiles.cuh), warp 0 takes key blocks with their visible steps, and pushes them to all
+// other warps (step_ring.cuh). Only the key blocks that see some of a tile's queries then add to its dq.
 #include "../../ptx/grid.cuh"
 #include "loader.cuh"
 #include "dq_accumulate.cuh"
@@ -27,30 +27,31 @@
 #include "shared_keys.cuh"
 
 // The order of some parts of a step. Each choice is faster for the tiles that it names, and slower for others (L32).
-constexpr bool kFindsStatsFirst = kBlockQ == 64;  // the address of lse is formed before the wait for s (L31)
-constexpr bool kPassesLate = kDqByRows;           // dq is passed on after the next s and dp are begun; the wait for
-                                                  // their q comes before the wait for dk
+constexpr bool kFindsStatsFirst = kBlockQ == 64;  // the address of lse is computed before the wait for s (L31)
+// dq is passed on after the next s and dp are issued. The wait for their q comes before the wait for dk.
+constexpr bool kPassesLate = kDqByRows;
 
-// Whether dp is begun only once the mods have made scores. why: what they load needs its registers.
+// True if dp is issued only after the mods have computed scores, because their loads need its registers.
 constexpr bool kIssuesDpLate = kModsTogether;
 
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
 using ModStep = ModStepOf<kHasMods, kBlockQ / 2, true, kNeedsScoreModGrad>;
 
-// Whether scores become p only where their slope is needed, beside ds.
+// True if scores become p beside ds, where their slope is needed.
 constexpr bool kExponentiatesLate = Score::kAlwaysChanges || kNeedsScoreModGrad;
 
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
   float dk[kHeadDim / 2], dv[kHeadDimV / 2];
-  unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is not used
-  TileRange unmasked;  // varlen: query tiles that see all keys of this warpgroup. why held: L5
+  unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is unused
+  // If varlen: query tiles that see all keys of this warpgroup. Reading the mask in each step costs up to 4 % (L5).
+  TileRange unmasked;
 
   __device__ __forceinline__ Consumer(const Params& p, const Addresses& addresses, int warp_idx)
       : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
 
-  // Begins x = a bᵀ of this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
+  // Issues x = a bᵀ of this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
   template <int kColumns, int kCount>
   __device__ __forceinline__ void issue_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
                                                unsigned b_smem) const {
@@ -69,14 +70,14 @@ struct Consumer : Role {
     }
   }
 
-  // The same for the first step of a key block, which is step n.
+  // Loads the first columns of k and v for the first step of a key block, which is step n.
   __device__ __forceinline__ void load_keys(unsigned n) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
     load_keys(k, smem.k, smem.q_full + 8 * slot, parity);
     load_keys(v, smem.v, smem.dout_full + 8 * slot, parity);
   }
 
-  // Begins dq = dsᵀ k of this warpgroup's columns, or rows.
+  // Issues dq = dsᵀ k of this warpgroup's columns, or rows.
   template <int kCount>
   __device__ __forceinline__ void issue_dq(float (&dq)[kCount], unsigned ds_smem) const {
     const unsigned k_offset = kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK;
@@ -92,7 +93,7 @@ struct Consumer : Role {
     wgmma_commit();
   }
 
-  // Scores of this warpgroup's keys with the queries of tile m become -inf where they are not visible.
+  // Sets masked scores of this warpgroup's keys with the queries of tile m to -inf.
   __device__ __forceinline__ void apply_mask(Scores& s, int m) const {
     if (kVarlen && m >= unmasked.begin && m < unmasked.end) return;
     const int key = block * kBlockK + group * kGroupRows, query = m * kBlockQ;
@@ -102,7 +103,7 @@ struct Consumer : Role {
     mask.apply<true>(s, key + 16 * warp + lane / 4, query, lane % 4);
   }
 
-  // Scores become p.
+  // Turns scores into p.
   __device__ __forceinline__ void exponentiate(float (&s)[4], unsigned stats) const {
     const float scale = scale_log2_of(params.problem);
     unsigned lse[2];
@@ -111,7 +112,7 @@ struct Consumer : Role {
     for (int i = 0; i < 4; ++i) s[i] = exp2_approx(fmaf(s[i], scale, -__uint_as_float(lse[i % 2])));
   }
 
-  // s and dp become pairs of p and ds. s is p already, or still scores if their slope is needed.
+  // Turns s and dp into pairs of p and ds. s holds p, or still scores if their slope is needed.
   __device__ __forceinline__ void p_and_ds(const Scores& s, const Scores& dp, unsigned stats, const ModStep& mod_step,
                                            Pairs& weights, Pairs& ds) const {
 #pragma unroll
@@ -139,7 +140,7 @@ struct Consumer : Role {
     }
   }
 
-  // Stores the warp's 16 keys (or columns of dq) x all queries to a panel whose rows are queries.
+  // Stores the warp's 16 keys (or columns of dq) by all queries to a panel whose rows are queries.
   __device__ __forceinline__ void store_transposed(const Pairs& x, unsigned panel) const {
     const int lane = fresh_thread() % 32;
     const unsigned target = panel + Swizzle<8>::offset(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
@@ -147,7 +148,7 @@ struct Consumer : Role {
     for (int kk = 0; kk < kBlockQ / 16; ++kk) stmatrix_x4_trans(target + kk * 2048, x + 4 * kk);
   }
 
-  // Stores dq to where DqWarp takes it from: as it is or, in the last key block, whole and in the dtype of q.
+  // Stages dq for DqWarp: as floats or, in the last key block, summed up and in the dtype of q.
   template <int kCount>
   __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int m) const {
     const int lane = fresh_thread() % 32;
@@ -170,7 +171,7 @@ struct Consumer : Role {
         }
         if constexpr (!kDqTransposed) {
           fence_proxy_async();
-          mbarrier_arrive(smem.sum_empty);  // why every lane: L41
+          mbarrier_arrive(smem.sum_empty);  // every lane, for racecheck (L41)
         }
       }
       if constexpr (kDqTransposed) {
@@ -194,7 +195,7 @@ struct Consumer : Role {
     }
   }
 
-  // Tells DqWarp that dq is staged.
+  // Signals to DqWarp that dq is staged.
   __device__ __forceinline__ void pass_dq() const {
     fence_proxy_async();
     bar_arrive(kDqFilled + group, kDqThreads);
@@ -203,14 +204,14 @@ struct Consumer : Role {
   __device__ __forceinline__ void wait_query(unsigned n) const {
     mbarrier_wait(smem.q_full + 8 * (n % kStages), n / kStages & 1);
   }
-  // If transposed, this is called late (L41): it also signals that the warp is done with the place of dq.
+  // If transposed, the call is late (racecheck, L41): it also signals that the warp is done with dq's shared memory.
   __device__ __forceinline__ void release_query(unsigned n) const {
     mbarrier_arrive_warp(smem.q_empty + 8 * (n % kStages), is_leader);
   }
 
-  // Step n, of a query head and query tile m. `first` and `last`: whether it is so of its key block. `last` is
-  // asked once, while a product runs; if block-sparse, while the first does, as it then waits. is_full: the mask_mod
-  // shows all of the tile.
+  // Computes step n: query tile m of a query head. `first`: it is the first step of its key block. last() returns true
+  // for the last one. It runs once, beside a product; if block-sparse, it waits and runs beside the first product.
+  // is_full: the mask_mod shows all of the tile.
   template <class Last>
   __device__ __forceinline__ void step(unsigned n, int head, int m, bool is_full, bool first, Last last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
@@ -248,7 +249,7 @@ struct Consumer : Role {
     p_and_ds(s, dp, stats, mod_step, weights, ds);
     store_transposed(ds, ds_smem + group * kPanelBytesQ);
     issue_ab<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
-    fence_proxy_async();  // why not before: L23
+    fence_proxy_async();  // after dv is issued, as it waits for the stores of ds (L23)
     bar_sync(kDsWritten, kConsumerThreads);
     float dq[kDqFloats];
     issue_dq(dq, ds_smem);
@@ -264,7 +265,7 @@ struct Consumer : Role {
     if constexpr (!kDqTransposed) release_query(n);
   }
 
-  // Begins to store the warp's rows of dk or dv.
+  // Issues the stores of the warp's rows of dk or dv.
   template <int kColumns>
   __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
                                         unsigned place) const {
@@ -275,7 +276,7 @@ struct Consumer : Role {
                          is_leader);
   }
 
-  // Adds up dk and dv of a key block that others share. The result is whether this thread block has the whole.
+  // Adds up dk and dv of a shared key block. Returns true if this thread block has the whole sums.
   __device__ __forceinline__ bool add_up() {
     const int thread = (group * 4 + warp) * 32 + fresh_thread() % 32;
     const unsigned nth = nth_shared();
@@ -286,7 +287,7 @@ struct Consumer : Role {
                         });
   }
 
-  // Stores dk and dv before step n, through the places of k and v, or through the warp's part of the place of dq.
+  // Stores dk and dv before step n, through the shared memory of k and v, or through the warp's part of dq's.
   __device__ __forceinline__ void store_gradients(unsigned n) {
     constexpr unsigned kPartBytes = kBytesDq / 4, kRowBytesV = 2048 * kPanelsV;
     constexpr bool kBothFit = kRowBytesV + 2048 * kPanelsQk <= kPartBytes;

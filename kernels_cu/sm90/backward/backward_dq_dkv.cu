@@ -1,26 +1,28 @@
-// Backward on Hopper where dk and dv do not fit the registers side by side: one of dq, dk and dv at a time, for blocks
-// of rows (queries for dq, keys for dk and dv) over the columns that they see. No thread block waits for another, and
-// nothing is added up in global memory, but for few key blocks of grouped heads: two thread blocks share each of these.
+// Backward on Hopper where dk and dv together do not fit in registers: one kernel each for dq, dk and dv. It computes
+// blocks of rows (queries for dq, keys for dk and dv) over the columns that they see. No thread block waits for
+// another, and nothing is added up in global memory. Exception: where key blocks of grouped heads are few, two thread
+// blocks share each.
 //
 //              rows     columns  s = a bᵀ       dp = c dᵀ            the gradient, += from registers
 //   dq         queries  keys     a = q, b = k   c = dout, d = v      ds b
 //   dk         keys     queries  a = k, b = q   c = v, d = dout      ds b
 //   dv         keys     queries  a = k, b = q                        p d
 //
-//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh; more: mod_step.cuh
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, with the slope of common/score.cuh; with mods: mod_step.cuh
 //
-// Roles    warpgroup 0  One warp loads; if varlen, another schedules blocks of rows.
-//          the others   Each owns 64 rows and all columns. A step is a tile of columns:
+// Roles    warpgroup 0  Warp 0 loads; if varlen, warp 1 schedules blocks of rows.
+//          consumers    Each computes 64 rows with all columns. A step is a tile of columns:
 //                       gradient of this tile, s and dp of the next | its p, beside dp | its ds
-//                       For dv the s of the next tile is begun first.
-// Barriers b_full, d_full    the tile has arrived, the first one together with a, or c
-//          b_empty, d_empty  every warp is done with it
-//          full, empty, requested, rows_left  if varlen: in dq_dkv_scheduler.cuh
-//          kRowsRead         named, of a warpgroup: its warps are done with its rows of a
-//          kSumsMade         named, of all consumers: where another thread block shares the rows
+//                       For dv the s of the next tile is issued first.
+// Barriers b_full, d_full    the tile has arrived with lse, or delta; the first one also with a, or c
+//          b_empty, d_empty  all consumer warps have released it
+//          full, empty       of work_ring.cuh if varlen, of step_ring.cuh if block-sparse
+//          requested, rows_left  if varlen: dq_dkv_scheduler.cuh
+//          kRowsRead         named, of a warpgroup: its warps have read its rows of a
+//          kSumsMade         named, of all consumers: for rows that two thread blocks share
 //
-// If block-sparse (common/mask_tiles.cuh), the loader finds the tiles in which the mask_mod shows something, and pushes
-// them to the consumers (step_ring.cuh).
+// If block-sparse (common/mask_tiles.cuh), the loader finds the visible tiles, and pushes them to the consumers
+// (step_ring.cuh).
 #include "../../ptx/cp_async.cuh"
 #include "mod_step.cuh"
 #include "dq_dkv_storage.cuh"
@@ -31,7 +33,7 @@ enum NamedBarrier {
   kSumsMade = kRowsRead + kNumConsumers,
 };
 
-// What every role knows.
+// The common state of all roles.
 struct Role {
   const Params& params;
   const Addresses& smem;
@@ -39,7 +41,7 @@ struct Role {
   const bool is_leader = threadIdx.x % 32 == 0;
 };
 
-// One warp, whose lanes run together; the first lane copies tiles.
+// The loading warp. Its lanes run together, and the first lane copies tiles.
 struct Loader : Role {
   template <bool kIsOfV, int kCount, class Rows>
   __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned barrier, const Rows& rows,
@@ -49,14 +51,15 @@ struct Loader : Role {
                                                                             boxed(rows, kBoxRows, columns), head);
   }
 
-  // Loads lse or delta, if they are needed; every lane arrives at the barrier. why not by TMA: L41.
+  // Loads lse or delta, if needed; every lane arrives at the barrier. cp.async replaces TMA, because racecheck would
+  // need a fence in each reading lane (L41).
   __device__ __forceinline__ void load_stats(unsigned target, const float* stats, unsigned barrier, bool needed) const {
     const int at = threadIdx.x % 32 * 4;
     if (needed && at < kQueries) cp_async_16(target + at * 4, stats + at);
     cp_async_mbarrier_arrive(barrier);
   }
 
-  // Loads all tiles of a block of rows. The result is the number of the step after them.
+  // Loads all tiles of a block of rows. Returns the index of the step after them.
   __device__ __forceinline__ unsigned run(unsigned begin) const {
     const TensorMap& map_a = kRowsAreQueries ? params.q_map : params.k_map;
     const TensorMap& map_b = kRowsAreQueries ? params.k_map : params.q_map;
@@ -80,7 +83,7 @@ struct Loader : Role {
         const bool first = n == begin, with_stats = first || !kRowsAreQueries;
         const Slot<kStages> b(n);
         const Slot<kSecondStages> d(n);
-        const auto columns = read(work.visible_columns_from(tile * kColumns));  // why before the wait: L17
+        const auto columns = read(work.visible_columns_from(tile * kColumns));  // no work between wait and copy (L17)
         const auto sequence = work.sequence();
         const float* const stats = params.stats + 2 * (sequence.query_head(query_head) * params.stats_rows) +
                                    sequence.padded_query(kRowsAreQueries ? work.row_begin : tile * kColumns);
@@ -117,16 +120,17 @@ using Scores = float[kColumns / 2];
 using Pairs = unsigned[kColumns / 4];
 using ModStep = ModStepOf<kHasMods, kColumns / 2, !kRowsAreQueries, kWithDp && kNeedsScoreModGrad>;
 
-// Whether scores become p only where their slope is needed, beside ds.
+// True if scores become p beside ds, where their slope is needed.
 constexpr bool kExponentiatesLate = kWithDp && (Score::kAlwaysChanges || kNeedsScoreModGrad);
-// why: while the consumers of dv look ahead, they still hold a tile of dout.
+// While the consumers of dv look ahead, they still hold a tile of dout.
 static_assert(!kBlockSparse || kSecondStages > 1,
               "the loader would push of the next step only after they have left it");
 
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
   float out[kOutDim / 2];
-  TileRange unmasked;  // varlen: tiles of columns that all rows of this warpgroup see. why held: L5
+  // If varlen: tiles of columns that all rows of this warpgroup see. Held, so that steps read no mask (L5).
+  TileRange unmasked;
 
   __device__ __forceinline__ Consumer(const Role& role, int warp_idx)
       : Role(role), group(warp_idx / 4), warp(warp_idx % 4) {}
@@ -136,15 +140,15 @@ struct Consumer : Role {
     return work.row_begin + group * kGroupRows + warp * 16 + fresh_thread() % 32 / 4;
   }
 
-  // Begins x = a bᵀ of this warpgroup's rows with a tile of columns.
+  // Issues x = a bᵀ of this warpgroup's rows with a tile of columns.
   template <int kDim>
   __device__ __forceinline__ void issue_scores(Scores& x, unsigned a_smem, unsigned b_smem) const {
     unsigned long long rows = wgmma_descriptor(a_smem + group * kGroupRows * 128);
-    asm volatile("" : "+l"(rows));  // why: L5
+    asm volatile("" : "+l"(rows));  // opaque, so that the compiler does not hold it in registers (L5)
     ::issue_abt<kDim, 0>(x, nullptr, rows, kPanelBytesRows, wgmma_descriptor(b_smem), kPanelBytesColumns);
   }
 
-  // Scores of a tile of columns become -inf where they are not visible.
+  // Sets masked scores of a tile of columns to -inf.
   __device__ __forceinline__ void apply_mask(Scores& s, int tile) const {
     if (kVarlen && tile >= unmasked.begin && tile < unmasked.end) return;
     const Mask mask = work.rows_mask();
@@ -153,7 +157,7 @@ struct Consumer : Role {
     mask.apply<true>(s, row(), column, fresh_thread() % 4);
   }
 
-  // Reads lse or delta of the thread's elements 4 j … 4 j + 3. That of element i is x[kRowsAreQueries ? i / 2 : i % 2].
+  // Reads lse or delta of the thread's elements 4 j … 4 j + 3. Element i has x[kRowsAreQueries ? i / 2 : i % 2].
   __device__ __forceinline__ void read_stats(float (&x)[2], unsigned stats, int j) const {
     unsigned y[2];
     if constexpr (kRowsAreQueries) {
@@ -165,7 +169,7 @@ struct Consumer : Role {
     x[0] = __uint_as_float(y[0]), x[1] = __uint_as_float(y[1]);
   }
 
-  // Scores become p.
+  // Turns scores into p.
   __device__ __forceinline__ void exponentiate(float (&s)[4], const float (&lse)[2]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -173,7 +177,7 @@ struct Consumer : Role {
     }
   }
 
-  // Products become p, or stay scores where their slope is still needed.
+  // Turns products into p, or into scores if their slope is needed later.
   __device__ __forceinline__ void exponentiate_scores(Scores& s, const ModStep& mod_step, int tile, bool is_full,
                                                       unsigned lse_smem) const {
     Score{params.problem.score}.apply(s);
@@ -221,8 +225,8 @@ struct Consumer : Role {
     }
   }
 
-  // Makes s and dp of step n with its query head and tile of columns, and beside them the gradient of step n - 1, if
-  // there is one. is_full: the mask_mod shows all of the tile. `look_ahead` is called while a product runs.
+  // Computes s and dp of step n: a query head and a tile of columns. Beside them runs the gradient of step n - 1, if
+  // any. is_full: the mask_mod shows all of the tile. `look_ahead` runs beside a product.
   template <bool kFirst, class LookAhead>
   __device__ __forceinline__ void step(Pairs& weights, int head, int tile, bool is_full, unsigned n,
                                        LookAhead look_ahead) {
@@ -264,7 +268,7 @@ struct Consumer : Role {
     }
   }
 
-  // Makes the gradient of a block of rows. The result is the number of the step after its last.
+  // Computes the gradient of a block of rows. Returns the index of the step after its last one.
   __device__ __forceinline__ unsigned run(unsigned begin) {
 #pragma unroll
     for (int i = 0; i < kOutDim / 2; ++i) out[i] = 0.0f;
@@ -309,21 +313,21 @@ struct Consumer : Role {
     return end;
   }
 
-  // Adds up the gradient of a block of rows that another thread block shares. The result is whether this one has the
-  // whole, which is the last to come.
+  // Adds up the gradient of rows that two thread blocks share. Returns true in the thread block that ends last, which
+  // has the whole sum.
   __device__ __forceinline__ bool add_up() {
-    const int thread = fresh_thread() - 128;  // of the consumers. why fresh: registers
+    const int thread = fresh_thread() - 128;  // thread of the consumers, read again to hold no register
     const unsigned nth = row_block_idx();
-    bar_sync(kSumsMade, kConsumerThreads);  // why: the place of lse is written to, which all have read now
+    bar_sync(kSumsMade, kConsumerThreads);  // all have read lse, whose memory is overwritten now
     return add_in_order(params.semaphores + params.first_semaphore + nth, kSharers, smem.lse, kSumsMade, thread,
                         [&](bool first, bool last) { add_up_shared(out, params.acc, nth, thread, first, last); });
   }
 
-  // Stores the warp's rows of the gradient, through the place of a.
+  // Stores the warp's rows of the gradient, through the shared memory of a.
   __device__ __forceinline__ void store() {
     if constexpr (kSharesHeads) {
       if (!add_up()) return;
-      work.find();  // why again: registers
+      work.find();  // again, as it would hold registers
     }
     zero_outside(out, row(), work.visible_rows());
     const float scale = kIsDv ? Dropout(params, 0, 0).scale() : params.problem.score.softmax_scale;

@@ -1,5 +1,5 @@
-// The work of a thread block in backward_dq_dkv: a block of rows of a head, and the tiles of columns that it sees. Rows
-// are queries and columns keys, or the other way round.
+// Work tiles of backward_dq_dkv: a block of rows of a head, and the tiles of columns that it sees. Rows are queries and
+// columns keys, or the other way round.
 #pragma once
 #include "../../common/select.cuh"
 #include "../../common/tile_range.cuh"
@@ -22,8 +22,8 @@ __device__ __forceinline__ const TensorMap& map_of_gradient(const TiledDqDkvPara
   return kIsDv ? p.dv_map : kGradient == Gradient::kDk ? p.dk_map : p.dq_map;
 }
 
-// Blocks of rows of a head, or slots for them; heads that have rows, and those whose columns a block of rows goes over:
-// where rows are keys, all query heads of the kv head.
+// Blocks of rows (or slots for them) of a head; heads of the rows; heads of the columns for one block of rows. If rows
+// are keys, the latter are all query heads of the kv head.
 __device__ __forceinline__ unsigned blocks_of_rows(const TiledDqDkvParams& p) {
   return kRowsAreQueries ? p.num_q_blocks : p.num_k_blocks;
 }
@@ -32,31 +32,32 @@ __device__ __forceinline__ unsigned heads_of_rows(const ProblemParams& p) {
 }
 __device__ __forceinline__ int heads_of_columns(const ProblemParams& p) { return kRowsAreQueries ? 1 : p.heads_per_kv; }
 
-// Thread blocks that share the heads of a block of rows. why no more: the sum of two has the same bits in either order.
+// Thread blocks that share the heads of a block of rows. Two at most, as the sum of two has the same bits in either
+// order.
 constexpr int kSharers = kSharesHeads ? 2 : 1;
 
-// The number of the block of rows of this thread block.
+// Returns the index of this thread block's block of rows.
 __device__ __forceinline__ unsigned row_block_idx() {
   unsigned index = blockIdx.x / kSharers;
-  if (kSharesHeads) asm volatile("" : "+r"(index));  // why: what is found again is not kept
+  if (kSharesHeads) asm volatile("" : "+r"(index));  // opaque, so that what follows from it is computed again, not held
   return index;
 }
 
-// In the names of the result, rows are queries.
+// Returns the mask with rows as its queries and columns as its keys.
 __device__ __forceinline__ Mask mask_of_rows(const Mask& mask) { return kRowsAreQueries ? mask : mask.transposed(); }
 
-// The columns that some row of a block sees.
+// Returns the tiles of columns that some row of a block sees.
 __device__ __forceinline__ TileRange visible_columns(const Mask& mask, int row_begin) {
   return TileRange::covering(mask.key_range(row_begin, const_min(row_begin + kRows, mask.seqlen_q)), kColumns);
 }
 
 struct DenseRowBlock {
-  struct SchedulerStorage {  // nothing
+  struct SchedulerStorage {  // empty
     __device__ static constexpr void init() {}
   };
 
   const Params& params;
-  int batch, head;  // a query head if rows are queries, else a kv head
+  int batch, head;  // a query head if rows are queries, otherwise a kv head
   int row_begin;
   TileRange columns;
 
@@ -77,7 +78,7 @@ struct DenseRowBlock {
     return {batch, params.problem.seqlen_q, params.problem.seqlen_k, 0, 0};
   }
 
-  // A thread block has one block of rows. The others below say what is to be done where it has several.
+  // A thread block has one block of rows. VarlenRowBlock, with several, gives these functions bodies.
   __device__ static constexpr bool first() { return true; }
   __device__ static constexpr bool next() { return false; }
   __device__ static constexpr void schedule() {}
@@ -87,14 +88,14 @@ struct DenseRowBlock {
   __device__ static constexpr void leave_columns(unsigned, bool) {}
 };
 
-// The same for variable-length sequences: slots, whose contents delta.cu has listed (portable/key_blocks.cuh).
-// As many thread blocks as there are SMs take them one by one. why: some are empty, and a thread block takes 1 to 2 µs
-// to begin.
+// Blocks of rows of variable-length sequences: slots that delta.cu has listed (portable/key_blocks.cuh). As many thread
+// blocks as there are SMs take them one by one. Some slots are empty, and a thread block takes 1 to 2 µs to start.
 struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
   static_assert(kRows == kPaddedSlot, "delta.cu tells of blocks of other rows");
 
   struct SchedulerStorage : Ring {
-    unsigned long long rows_left, requested;  // a and c may be loaded again; all loads of a block of rows have begun
+    // rows_left: a and c may be loaded again. requested: all loads of a block of rows are issued.
+    unsigned long long rows_left, requested;
 
     // One thread calls.
     __device__ void init() const {
@@ -110,8 +111,8 @@ struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
   __device__ __forceinline__ VarlenRowBlock(const Params& p, const SchedulerStorage& in_memory)
       : WorkRing(in_memory), params(p) {}
 
-  // Schedules all work of a thread block, each work tile once all loads of the one before have begun. One warp calls.
-  // why so late: L19.
+  // Schedules all work tiles of a thread block, each once all loads of the one before are issued: bursts of copies cost
+  // (L19). One warp calls.
   __device__ __forceinline__ void schedule() const {
     if (threadIdx.x % 32 != 0) return;
     const unsigned heads = heads_of_rows(params.problem), slots = blocks_of_rows(params), num_work = slots * heads;
@@ -133,7 +134,7 @@ struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
 
   __device__ static constexpr void find() {}
 
-  // Goes on to the first or the next block of rows; false if there is none.
+  // Advances to the first or the next block of rows; returns false at the end.
   __device__ __forceinline__ bool first() { return next(); }
   __device__ __forceinline__ bool next() {
     if (!go_on()) return false;
@@ -142,14 +143,14 @@ struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
     return true;
   }
 
-  // Tells the scheduler warp that all loads of the block of rows have begun.
+  // Requests the next block of rows from the scheduler warp, once all loads of this one are issued.
   __device__ __forceinline__ void request_next(bool is_leader) const { mbarrier_arrive_warp(requested(), is_leader); }
 
-  // Waits until all consumers have left the place of the rows; they leave it one by one.
+  // Waits until all consumers have released the shared memory of the rows, one by one.
   __device__ __forceinline__ void wait_rows_left() const { mbarrier_wait(rows_left(), (number & 1) ^ 1); }
   __device__ __forceinline__ void leave_rows(bool is_leader) const { mbarrier_arrive_warp(rows_left(), is_leader); }
 
-  // Gives the last tile of columns back, through this barrier, so that others can be loaded.
+  // Releases the last tile of columns through this barrier, so that others can be loaded.
   __device__ __forceinline__ void leave_columns(unsigned empty, bool is_leader) const {
     mbarrier_arrive_warp(empty, is_leader);
   }
@@ -161,7 +162,7 @@ struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
 
 using RowBlock = Select<kVarlen, VarlenRowBlock, DenseRowBlock>;
 
-// The tiles of columns in which some row of a block sees something.
+// Returns the tiles of columns that some row of a block sees.
 template <class AnyBlock>
 __device__ __forceinline__ auto visible_tiles(const AnyBlock& block, int query_head) {
   const AscendingTiles tiles = block.columns;
@@ -173,7 +174,7 @@ __device__ __forceinline__ auto visible_tiles(const AnyBlock& block, int query_h
                                                                          mask.seqlen_k);
 }
 
-// A block of rows, whichever they are.
+// A block of rows, dense or varlen, and the ring of its steps.
 struct RowWork : RowBlock, StepRing<4 * kNumConsumers> {
   using Steps = StepRing<4 * kNumConsumers>;
   using Steps::push;
@@ -186,7 +187,7 @@ struct RowWork : RowBlock, StepRing<4 * kNumConsumers> {
   __device__ __forceinline__ RowWork(const Params& p, const SchedulerStorage& in_memory)
       : RowBlock(p, in_memory), Steps(in_memory) {}
 
-  // Lets a role run over each block of rows. Steps are counted over all of them.
+  // Runs a role over each block of rows. Steps are counted over all of them.
   template <class Role>
   __device__ __forceinline__ void each(Role&& role) {
     unsigned step = 0;
@@ -194,21 +195,21 @@ struct RowWork : RowBlock, StepRing<4 * kNumConsumers> {
     for (bool any = first(); any; any = next()) step = role.run(step);
   }
 
-  // The heads of the columns that this thread block goes over, counted from the first one of the rows.
+  // The heads of the columns for this thread block, counted from the first one of the rows.
   __device__ __forceinline__ Range heads() const {
     const int all = heads_of_columns(params.problem), part = blockIdx.x % kSharers;
     return {all * part / kSharers, all * (part + 1) / kSharers};
   }
 
-  // Which columns a row sees.
+  // The columns that a row sees.
   __device__ __forceinline__ Mask rows_mask() const { return mask_of_rows(sequence().mask()); }
 
-  // Rows that take part in some visible pair.
+  // Rows that are in some visible pair.
   __device__ __forceinline__ Range visible_rows() const {
     return kRowsAreQueries ? sequence().visible_queries() : sequence().visible_keys();
   }
 
-  // Rows and columns in the tensor maps of the operands, and rows in that of the gradient.
+  // Rows and columns in the operands' tensor maps, and rows in the gradient's.
   __device__ __forceinline__ auto visible_rows_from(int row) const {
     return kRowsAreQueries ? sequence().visible_queries_from(row) : sequence().visible_keys_from(row);
   }

@@ -1,4 +1,4 @@
-// What the backward kernels on Hopper do with a warpgroup's gradients in registers.
+// Helpers of the backward kernels on Hopper for a warpgroup's gradients in registers.
 #pragma once
 #include "../../common/score.cuh"
 #include "../../common/sequence.cuh"
@@ -7,7 +7,7 @@
 #include "../pipeline/panels.cuh"
 #include "../pipeline/products.cuh"
 
-// Zeros the rows outside `visible`, which see nothing, or which no query sees. `row` is the thread's upper row.
+// Zeros the rows outside `visible`, which are in no visible pair. `row` is the thread's upper row.
 template <int kCount>
 __device__ __forceinline__ void zero_outside(float (&x)[kCount], int row, Range visible) {
 #pragma unroll
@@ -29,8 +29,8 @@ __device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float
   }
 }
 
-// Begins to store the warp's 16 rows of a gradient to global memory, from `rows` on, through `staged`, which is their
-// place in shared memory.
+// Issues the stores of the warp's 16 rows of a gradient to global memory, from `rows` on. They pass through `staged` in
+// shared memory.
 template <int kColumns, class Rows>
 __device__ __forceinline__ void store_rows(const TensorMap& map, const float (&x)[kColumns / 2], float scale,
                                            unsigned staged, unsigned panel_bytes, const Rows& rows, int head,

@@ -1,13 +1,13 @@
-// How backward on Hopper loads what a step needs, and the keys and values of a key block.
+// The loading warp of backward on Hopper: q, dout, lse and delta of each step, and k and v of each key block.
 #pragma once
 #include "storage.cuh"
 
-// One warp, whose lanes run together; the first lane acts (L13).
+// One warp whose lanes run together and whose first lane acts (L13).
 struct Loader : Role {
   using Role::Role;
 
-  // Waits until the consumers are done with the places of k and v. why it then arrives at barriers of theirs: in
-  // a key block without steps nothing else holds them back, and this wait could be for a phase that never ends.
+  // Waits until the consumers have released k and v, and then arrives at their barriers. In a key block without steps
+  // nothing else holds them back, and this wait could be for a phase that never ends.
   __device__ __forceinline__ void wait_for_kv(unsigned parity) const {
     mbarrier_wait(smem.kv_empty, parity);
     __syncwarp();
@@ -26,7 +26,7 @@ struct Loader : Role {
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
         const auto of = sequence();
-        const auto rows = read(of.visible_queries_from(m * kBlockQ));  // why before the wait: L17
+        const auto rows = read(of.visible_queries_from(m * kBlockQ));  // no work between wait and copy (L17)
         const auto keys = of.visible_keys_from(block * kBlockK);
         const int dim = params.problem.head_dim, dim_v = params.problem.head_dim_v;
         const unsigned stats_smem = smem.stats + slot * kBytesStats;

@@ -1,27 +1,27 @@
-// Scores and weights of calls with mods in a step of backward on Hopper: of a warp's 16 rows with a tile of columns.
-// Rows are keys and columns queries, or the other way round.
+// Scores and weights with mods in a step of backward on Hopper, for a warp's 16 rows and a tile of columns. Rows are
+// keys and columns queries, or the other way round.
 //
-// Where the slope of scores is not needed, scores are made at once, and become p beside dp. Where it is, products (or
-// what the softcap made of them) are kept until dp is there, and the functions are asked once for score and slope. In
-// both cases a pair that is hidden is -inf from the first on, its p is 0, and so is its ds. A score that weighs nothing
-// needs no care: what lse is taken off it leaves no weight.
+// Without the slope of scores, scores are computed at once, and become p beside dp. With it, products (after any
+// softcap) are kept until dp is there, and the functions return score and slope together. Either way the score of a
+// hidden pair is -inf from the start, so that its p and ds are 0. Scores that weigh nothing need no care: minus lse,
+// they leave no weight.
 #pragma once
 #include "../../common/dropout.cuh"
 #include "../../common/fragment.cuh"
 #include "../../common/mods.cuh"
 #include "../../common/visible_rows.cuh"
 
-// Whether ds needs what the functions were given, for their slope or for that of the softcap.
+// True if ds needs the inputs of the functions, for their slope or for the softcap's.
 constexpr bool kNeedsScoreModGrad = kScoreModGrad || (kScoreMod && Score::kAlwaysChanges);
 
-// Stands between pieces of what a thread works on. why: the compiler moves nothing across this instruction, which is
-// never executed. Else it begins with so many elements at a time that registers spill. `count` is not negative.
+// Separates pieces of a thread's elements: the compiler moves nothing across this instruction, which never runs.
+// Otherwise it begins with so many elements at a time that registers spill. `count` is not negative.
 __device__ __forceinline__ void end_piece(int count) {
-  asm volatile("" : "+r"(count));  // why: known to be the same as before, it would be asked for only once
+  asm volatile("" : "+r"(count));  // opaque: if the compiler saw equal values, it would test only once
   if (count < 0) asm volatile("pmevent 1;" ::: "memory");
 }
 
-// Where a warp's 16 rows and a tile of columns lie.
+// The position of a warp's 16 rows and a tile of columns.
 struct ModPlace {
   const ModParams& params;
   const ProblemParams& problem;
@@ -29,7 +29,7 @@ struct ModPlace {
   int query_head, row, column;
 };
 
-// What the functions know of a lane's two rows there. If scores need it, it is made before the products are there.
+// The mods of a lane's two rows. With a score_mod they are computed before the products arrive.
 struct ModLane {
   const ModHead head;
   const ModHead::Row rows[2];
@@ -47,15 +47,15 @@ struct ModLane {
   }
 };
 
-// Stands for a ModLane where scores need none: it is made where a mask is asked. why: it takes long, and most tiles ask
-// no mask.
+// Replaces ModLane without a score_mod. The mods are computed where a mask is applied, since it takes long and most
+// tiles need no mask.
 struct DeferredModLane {
   __device__ __forceinline__ explicit DeferredModLane(const ModPlace&) {}
   __device__ __forceinline__ ModLane at(const ModPlace& place) const { return ModLane(place); }
 };
 
-// What a step knows of them: nothing if there are none. kCount: elements of a thread. kLate: products are kept until
-// their slope is needed.
+// The mods of a step; empty in plain kernels. kCount: elements of a thread. kLate: products are kept until their slope
+// is needed.
 template <bool kEnabled, int kCount, bool kKeysAsRows, bool kLate>
 struct ModStepOf {
   template <class Work>
@@ -70,22 +70,22 @@ struct ModStepOf {
 
 template <int kCount, bool kKeysAsRows, bool kLate>
 struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
-  // Elements that may be worked on together. why all where it may be: each piece waits for what it loads. why so few of
-  // a mask alone: it may read arrays, and most tiles ask no mask.
+  // Elements that are computed together. With kModsTogether these are all, because each piece waits for its loads. For
+  // a mask_mod alone they are few: it may load from arrays, and most tiles need no mask.
   static constexpr int kPiece = 16, kPieceOfApply = kModsTogether ? kCount : kScoreMod ? kPiece : 4;
 
   const ModPlace place;
   const Select<kScoreMod, ModLane, DeferredModLane> lane;
   const Dropout dropout;
-  unsigned kept[(kCount + 31) / 32] = {};  // a bit for each element: whether dropout keeps its weight
+  unsigned kept[(kCount + 31) / 32] = {};  // bit i: dropout keeps the weight of element i
 
-  // The functions of a query head. `row` is the first one of the warp, `column` that of the tile; both are numbered as
-  // in VisibleRows for variable-length sequences.
+  // The mods of a query head. `row` is the warp's first row, `column` the tile's first column; if varlen, both count as
+  // in VisibleRows.
   template <class Work>
   __device__ __forceinline__ ModStepOf(const Work& work, int query_head, int row, int column)
       : ModStepOf(work.params, work.whole_sequence(), query_head, row, column) {}
 
-  // Products become scores, or stay if their slope is needed. Those of hidden pairs become -inf; without kAsksMask the
+  // Turns products into scores, unless their slope is needed later. Hidden pairs become -inf; without kAsksMask the
   // mask_mod shows all.
   template <bool kAsksMask>
   __device__ __forceinline__ void apply(float (&s)[kCount]) const {
@@ -105,7 +105,7 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
     }
   }
 
-  // Products of elements 4 j … 4 j + 3 become scores, if they have stayed until now; `slope` is then theirs.
+  // Turns products that were kept into scores, for elements 4 j … 4 j + 3, and returns their slopes.
   __device__ __forceinline__ void score(float (&s)[4], float (&slope)[4], int j) const {
     if ((kLate || kDropout) && j > 0 && 4 * j % kPiece == 0) end_piece(place.problem.batch);
     if constexpr (kLate) {
@@ -121,12 +121,12 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
     }
   }
 
-  // ds of a pair, whose weight is zero where it is hidden. why: dp and slope may be anything there.
+  // Returns ds of a pair, or zero if its weight is zero: dp and slope may be anything there.
   __device__ __forceinline__ float hidden_gradient(float ds, float p) const {
     return kSteepSlope && p == 0.0f ? 0.0f : ds;
   }
 
-  // Of element i: the weight that dv is made of, but for the scale of what dropout keeps, and the gradient of p.
+  // Of element i: the weight for dv, without dropout's scale, and the gradient of p.
   __device__ __forceinline__ float weight(float p, int i) const { return has(i) ? p : 0.0f; }
   __device__ __forceinline__ float gradient(float dp, int i) const {
     return kDropout ? (has(i) ? dp * dropout.scale() : 0.0f) : dp;
@@ -149,19 +149,19 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
       if (kVarlen && of.first_key % kKeysOfCounters != 0) find_each_kept(place.row, place.column, lane);
       else find_kept(place.row, place.column, lane);
 #pragma unroll
-      for (unsigned& bits : kept) asm volatile("" : "+r"(bits));  // why: else each bit is held in a register of its own
+      for (unsigned& bits : kept) asm volatile("" : "+r"(bits));  // otherwise each bit takes a register of its own
     }
   }
 
-  // A score, or -inf if its product is. why not asked whether it is: that takes as long as several of these. why asked
-  // all the same for some: the score of -inf may be inf or NaN there.
+  // Returns the score, or -inf if the product is -inf. The multiply-add is several times as fast as a comparison. The
+  // comparison is used where the score of -inf may be inf or NaN.
   __device__ __forceinline__ static float hidden_with(float score, float product) {
     if constexpr (kSteepSlope || !kScoreModGrad) return product == -infinity() ? product : score;
     else return fmaf(product, 0x1p-126f, score);
   }
 
-  // Bits of what dropout keeps, found one by one, from any key on. It is rare: only the keys that a window leaves out
-  // are not numbered.
+  // Finds the bits of dropout one by one, from any key on. This is rare: only a window that leaves out first keys
+  // shifts the numbering.
   __device__ __forceinline__ void find_each_kept(int row, int column, int lane) {
     row += lane / 4, column += lane % 4 * 2;
 #pragma unroll

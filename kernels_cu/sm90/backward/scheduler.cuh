@@ -1,21 +1,21 @@
-// The work of a thread block in backward on Hopper: key blocks, each with the query tiles that see some of them.
+// The tile scheduler of backward on Hopper: key blocks, each with the query tiles that see some of its keys.
 #pragma once
 #include "../../common/select.cuh"
 #include "../pipeline/work_ring.cuh"
 #include "key_block.cuh"
 #include "visible_keys.cuh"
 
-// The key blocks index … index_end - 1, counted over batch and kv heads, which a thread block takes one after the
-// other, each over its query heads. Of the first and of the last one it may take only some steps, if others share them.
+// Key blocks index … index_end - 1, counted over batch and kv heads. A thread block takes them one after the other,
+// each over its query heads. It may share the first and the last one, and then takes some of their steps.
 struct DenseKeyBlocks : AnyKeyBlock {
   struct SchedulerStorage {
-    unsigned cta;  // this thread block: its index or, if there is a counter, its place among those that begin
+    // The number of this thread block: its index or, with a counter, its place in the order of start.
+    unsigned cta;
 
     __device__ void init() const {}
 
-    // One thread calls, once. Thread blocks then wait only for those with lower numbers
-    // (sm90/backward/dq_accumulate.cuh), which have begun. why not by index: CUDA promises no order in which blocks
-    // begin.
+    // One thread calls, once. A thread block then waits only for lower numbers (sm90/backward/dq_accumulate.cuh), which
+    // have started. Indices give no such order: CUDA promises none.
     __device__ __forceinline__ void take_number(const Params& p) const {
       if (kSharesHeads) return;
       unsigned taken = blockIdx.x;
@@ -25,7 +25,8 @@ struct DenseKeyBlocks : AnyKeyBlock {
   };
 
   int index, index_end;
-  int skipped, last_steps;  // steps that others take of the first key block; end of the steps of the last one
+  // Steps of the first key block that others take; the end of the steps of the last one.
+  int skipped, last_steps;
 
   __device__ __forceinline__ DenseKeyBlocks(const Params& p, const SchedulerStorage& storage) : AnyKeyBlock(p) {
     const ProblemParams& problem = p.problem;
@@ -45,7 +46,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
     index_end = const_min<int>(index + p.key_blocks, (run.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
   }
 
-  // Goes to the next key block. The result is false if there is none.
+  // Goes to the next key block; returns false if there is none.
   __device__ __forceinline__ bool next_block() {
     if (index == index_end) return false;
     go_to(index);
@@ -57,7 +58,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
     return true;
   }
 
-  // Whether other thread blocks take steps of the key block at hand, too, and its number among such key blocks.
+  // True if other thread blocks also take steps of the current key block; then its index among such key blocks.
   __device__ __forceinline__ bool is_shared() const {
     return kSharesHeads || (blockIdx.x >= params.whole_blocks &&
                             steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
@@ -71,25 +72,26 @@ struct DenseKeyBlocks : AnyKeyBlock {
     const unsigned nth = nth_shared(), all_steps = params.num_q_blocks * params.problem.heads_per_kv;
     return ((nth + 1) * all_steps - 1) / params.shared_steps - nth * all_steps / params.shared_steps + 1;
   }
-  // Its counter follows those of all tiles of dq.
+  // Its counter follows the semaphores of all dq tiles.
   __device__ __forceinline__ unsigned* shared_counter() const { return semaphores_behind() + nth_shared(); }
 };
 
-// The same for variable-length sequences: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many thread
-// blocks as there are SMs take them one by one. why: many sequences leave room for more key blocks than there are, and
-// a thread block takes 2 to 3 µs to begin.
+// Key blocks of variable-length sequences, which delta.cu has listed (portable/key_blocks.cuh). As many thread blocks
+// as there are SMs take them one by one. A grid for all possible key blocks would have many empty ones, and a thread
+// block takes 2 to 3 µs to start.
 struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
   struct SchedulerStorage : Ring {
     __device__ void take_number(const Params&) const {}
   };
 
-  // What the ring holds of a key block beside its kv head: its number among those that are shared, and which of how
-  // many parts of it this is, which are steps that follow each other.
+  // Words of a work tile behind its kv head: its index among shared key blocks, its part, and the number of parts. A
+  // part is a range of steps.
   enum Share { kNth, kPart, kParts };
 
   const Params& params;
   int kv_head, block;
-  int held_query_tiles;  // of a head. why held: L5
+  // Query tiles of a head. Held, so that steps read no lengths (L5).
+  int held_query_tiles;
   Range steps;
 
   __device__ __forceinline__ VarlenKeyBlocks(const Params& p, const SchedulerStorage& in_memory)
@@ -98,8 +100,7 @@ struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
   __device__ __forceinline__ QueryTiles query_tiles() const { return QueryTiles(*this, sequence().mask(), block); }
   __device__ __forceinline__ int num_query_tiles() const { return held_query_tiles; }
 
-  // Thread blocks wait only for work that was taken before theirs, and so is being done
-  // (sm90/backward/dq_accumulate.cuh).
+  // Thread blocks wait only for work tiles taken before theirs, which are running (sm90/backward/dq_accumulate.cuh).
   __device__ __forceinline__ void schedule() const {
     const unsigned next = number + 1;
     wait_place(next);
@@ -139,23 +140,23 @@ struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
   __device__ __forceinline__ unsigned* shared_counter() const { return semaphores_behind() + nth_shared(); }
 
  private:
-  // Counters behind the semaphores of dq: of shared key blocks, then of the work that was taken.
+  // Counters behind the semaphores of dq: of shared key blocks, then of work tiles taken.
   __device__ __forceinline__ unsigned* semaphores_behind() const {
     return params.semaphores + params.problem.heads_q * params.num_q_blocks;
   }
   __device__ __forceinline__ unsigned* taken() const { return semaphores_behind() + params.shared_keys; }
 };
 
-// The steps of the key block at hand, which all warps find alike. No ring holds them.
+// The steps of the current key block. Each warp computes them, without a ring.
 template <class Blocks>
 struct WithAllSteps : Blocks, StepRingOf<false, 0> {
   __device__ __forceinline__ WithAllSteps(const Params& p, const typename Blocks::SchedulerStorage& in_memory)
       : Blocks(p, in_memory), StepRingOf<false, 0>({}) {}
 
-  // Goes to the next key block, as the one warp that leads: each does so by itself.
+  // The loading warp's next_block, which is the same here.
   __device__ __forceinline__ bool lead_block() { return Blocks::next_block(); }
 
-  // Calls f(query head, query tile, whether the mask_mod shows all of it) for every step. `step` counts on over key
+  // Calls f(query head, query tile, true if the mask_mod shows all of it) for every step. `step` counts over all key
   // blocks.
   template <class F>
   __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
@@ -164,7 +165,7 @@ struct WithAllSteps : Blocks, StepRingOf<false, 0> {
     int head = Blocks::kv_head * Blocks::params.problem.heads_per_kv;
 #pragma unroll 1
     while (left > 0) {
-      const QueryTiles tiles = Blocks::query_tiles();  // why here: L5
+      const QueryTiles tiles = Blocks::query_tiles();  // read again, to hold no registers (L5)
       const int count = tiles.count();
       if (n >= count) {
         n -= count, ++head;
@@ -180,7 +181,7 @@ struct WithAllSteps : Blocks, StepRingOf<false, 0> {
     }
   }
 
-  // The same as the one warp that leads.
+  // The loading warp's for_each_step, which is the same here.
   template <class F>
   __device__ __forceinline__ void lead_each_step(unsigned& step, F f) {
     for_each_step(step, f);
@@ -190,17 +191,17 @@ struct WithAllSteps : Blocks, StepRingOf<false, 0> {
 using KeyBlocks = Select<kVarlen, WithAllSteps<VarlenKeyBlocks>,
                          Select<kBlockSparse, VisibleKeyBlocks, WithAllSteps<DenseKeyBlocks>>>;
 
-// What warps do with the key block at hand.
+// The current key block, with the memory that its steps use.
 struct KeyWork : KeyBlocks {
   using KeyBlocks::KeyBlocks;
 
-  // The number of a tile of dq: of its counter, and of its accumulator.
+  // The index of a tile of dq: of its semaphore, and of its accumulator.
   __device__ __forceinline__ unsigned dq_tile(int head, int m) const {
     const auto of = sequence();
     return static_cast<unsigned>(of.query_head(head)) * params.num_q_blocks + of.padded_query(0) / kBlockQ + m;
   }
 
-  // Where lse and then delta of query 0 of a head lie.
+  // The address of lse (and then delta) of query 0 of a head.
   __device__ __forceinline__ const float* stats(int head) const {
     return params.stats + 2 * (sequence().query_head(head) * params.stats_rows) + sequence().padded_query(0);
   }

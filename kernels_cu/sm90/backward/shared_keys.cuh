@@ -1,10 +1,10 @@
-// dk and dv of a key block that several thread blocks share (L35): each takes some of the steps. Their sums are added
-// up by a semaphore (semaphore.cuh), in the order of the fragments. The last block has the whole sums.
+// dk and dv of a key block that several thread blocks share (L35), each with some of the steps. Their sums are added up
+// by a semaphore (semaphore.cuh), in fragment order. The last thread block has the whole sums.
 #pragma once
 #include "../config.cuh"
 #include "semaphore.cuh"
 
-// Adds up the thread's part of key block `nth` of those that are shared.
+// Adds up the thread's elements of the nth shared key block.
 template <int kCount>
 __device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, unsigned nth, int thread, bool first,
                                               bool last) {
@@ -24,9 +24,8 @@ __device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, un
   }
 }
 
-// Lets add(first, last) add up this block's shares in the order of its semaphore. The result is whether it is the
-// last of `sharers` blocks, whose sums are then whole. All consumer threads call; `thread` is their number. rank_place:
-// a word in shared memory.
+// Calls add(first, last) in the order of the semaphore. Returns true in the last of `sharers` thread blocks, whose sums
+// are then whole. All consumer threads call; `thread` is their number. rank_place: a word in shared memory.
 template <class Add>
 __device__ __forceinline__ bool add_in_order(unsigned* counter, unsigned sharers, unsigned rank_place, unsigned barrier,
                                              int thread, Add add) {

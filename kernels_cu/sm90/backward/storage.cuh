@@ -1,4 +1,4 @@
-// Shared memory of backward on Hopper, its barriers, and what every warp role knows.
+// Shared memory of backward on Hopper, its barriers, and the common state of all roles.
 #pragma once
 #include "scheduler.cuh"
 #include "gradient_fragment.cuh"
@@ -9,11 +9,11 @@ constexpr unsigned kBytesQ = kPanelsQk * kPanelBytesQ, kBytesDout = kPanelsV * k
 constexpr unsigned kBytesK = kPanelsQk * kPanelBytesK, kBytesV = kPanelsV * kPanelBytesK;
 constexpr unsigned kBytesStats = 2 * kBlockQ * 4, kBytesDs = 2 * kPanelBytesQ;
 
-// The warpgroups share a tile of dq by panels of columns or, where it has 128 rows, by rows.
+// The warpgroups share a tile of dq by panels of columns or, if it has 128 rows, by rows.
 constexpr bool kDqByRows = kBlockQ == 128;
-// Where a tile's rows are no multiple of 64, dq is made transposed: a warpgroup's columns are the rows of the product.
+// If a tile's rows are no multiple of 64, dq is computed transposed: a warpgroup's columns are the product's rows.
 constexpr bool kDqTransposed = kBlockQ % 64 != 0;
-// Of a warpgroup's dq: its columns, the panels through which it leaves, numbers of a thread, bytes.
+// A warpgroup's dq: its columns, their panels, its floats in a thread, its bytes.
 constexpr int kDqColumns = kDqByRows ? const_min(kHeadDim, kPanelColumns) : kPanelsQk * kPanelColumns / 2;
 constexpr int kDqPanels = (kDqColumns + kPanelColumns - 1) / kPanelColumns;
 constexpr int kDqFloats = (kDqTransposed ? kBlockQ : kDqColumns) / 2;
@@ -26,8 +26,8 @@ struct Storage {
   char k[kBytesK], v[kBytesV];
   char q[kStages][kBytesQ], dout[kStages][kBytesDout];
   char ds[kDsStages][kBytesDs];
-  char dq[kNumConsumers][kBytesDq];  // on its way to global memory, as floats in the order of the fragments
-  char dq_sum[kNumConsumers][kDqTransposed ? 8 : kBytesDq];  // what other key blocks have added up there
+  char dq[kNumConsumers][kBytesDq];                          // on its way to global memory, as floats in fragment order
+  char dq_sum[kNumConsumers][kDqTransposed ? 8 : kBytesDq];  // the sum of the other key blocks
   float stats[kStages][2][kBlockQ];                          // lse, then delta
   unsigned long long q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   unsigned long long kv_empty, sum_full, sum_empty;
@@ -68,23 +68,24 @@ struct Addresses {
   }
 };
 
-// Named barriers, of a warpgroup each where two are named, from that number on.
+// Named barriers. Where two are noted, each warpgroup has one, from that number on.
 enum NamedBarrier {
   kDsWritten = 1,  // ds of both warpgroups is written
   kDqReady = 2,    // two: the warpgroup may write its dq
   kDqFilled = 4,   // two: it has written its dq
-  kDqSumRead = 6,  // two: its threads have read what is in dq_sum
-  kKeysConsumed =
-      8,  // both warpgroups, or two: the warpgroup, are done with k and v, and the loader waits for the next
+  kDqSumRead = 6,  // two: its threads have read dq_sum
+  // Both warpgroups (with kLeavesByDq two: each one) are done with k and v. The loader arrives after its last wait for
+  // kv_empty.
+  kKeysConsumed = 8,
 };
 constexpr int kDqThreads = 128 + 32;
 
-// Whether dk and dv leave through the place of dq, while the next k and v are loaded, and warpgroups do not wait for
-// each other. why not always: the last dq must have left before, and what comes last ends 1 to 2 % later.
+// True if dk and dv leave through the shared memory of dq, beside the loads of the next k and v. Warpgroups then do not
+// wait for each other. Elsewhere it costs 1 to 2 %, as the last dq must leave first.
 constexpr bool kLeavesByDq = kBlockSparse;
 constexpr int kKeysThreads = (kLeavesByDq ? 128 : kConsumerThreads) + 32;
 
-// What every role knows.
+// The common state of all roles.
 struct Role : KeyWork {
   const Addresses& smem;
   const bool is_leader = threadIdx.x % 32 == 0;

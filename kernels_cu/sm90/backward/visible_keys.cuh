@@ -1,12 +1,12 @@
-// Key blocks of backward on Hopper under a mask_mod.
+// The tile scheduler of backward on Hopper under a mask_mod.
 #pragma once
 #include "../../common/fragment.cuh"
 #include "key_block.cuh"
 #include "../pipeline/step_ring.cuh"
 
-// Key blocks under a mask_mod, of which portable/tile_counts.cu has listed the steps. As many thread blocks as there
-// are SMs take them one by one. why: their numbers of steps differ, and a thread block takes 2 to 3 µs to begin. One
-// warp takes them, and pushes them and their steps to the others.
+// Key blocks under a mask_mod, whose steps portable/tile_counts.cu has listed. As many thread blocks as there are SMs
+// take them one by one. Their numbers of steps differ, and a thread block takes 2 to 3 µs to start. The loading warp
+// takes them, and pushes them and their steps to the other warps.
 struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
   using Steps = StepRing<kNumWarps - 1>;
 
@@ -16,13 +16,13 @@ struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
     __device__ void take_number(const Params&) const {}
   };
 
-  unsigned noted;  // where the warp that leads notes the key block at hand
-  int part;        // of the query heads; known to that warp
+  unsigned noted;  // address of the loading warp's notes: its current key block
+  int part;        // part of the query heads, in the loading warp only
 
   __device__ __forceinline__ VisibleKeyBlocks(const Params& p, const SchedulerStorage& in_memory)
       : AnyKeyBlock(p), Steps(in_memory), noted(smem_address(&in_memory.noted)) {}
 
-  // Pops the next key block and goes to it; false if there is none.
+  // Pops the next key block and goes to it; returns false at the end.
   __device__ __forceinline__ bool next_block() {
     const TileStep tile_step = pop();
     if (tile_step.is_end()) return false;
@@ -30,7 +30,7 @@ struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
     return true;
   }
 
-  // The same as the one warp that leads: it takes a key block, and pushes it to the others.
+  // The loading warp's next_block: takes a key block, and pushes it to the others.
   __device__ __forceinline__ bool lead_block() {
     const bool any = take_block();
     if (threadIdx.x % 32 == 0) {
@@ -40,7 +40,7 @@ struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
     return any;
   }
 
-  // Calls f(query head, query tile, whether the mask_mod shows all of it) for every step. `step` counts on over key
+  // Calls f(query head, query tile, true if the mask_mod shows all of it) for every step. `step` counts over all key
   // blocks.
   template <class F>
   __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
@@ -50,7 +50,7 @@ struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
     }
   }
 
-  // The same as the one warp that leads, which pushes each step to the others, and their end.
+  // The loading warp's for_each_step: pushes each step, and the end marker, to the others.
   template <class F>
   __device__ __forceinline__ void lead_each_step(unsigned& step, F f) {
     look_up();
@@ -78,8 +78,8 @@ struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
   __device__ __forceinline__ unsigned* shared_counter() const { return semaphores_behind() + nth_shared(); }
 
  private:
-  // Takes the next key block; false if there is none. All lanes of the one warp call. Thread blocks wait only for work
-  // that was taken before theirs, and so is being done (sm90/backward/dq_accumulate.cuh).
+  // Takes the next key block; returns false if there is none. All lanes of the loading warp call. Thread blocks wait
+  // only for work tiles taken before theirs, which are running (sm90/backward/dq_accumulate.cuh).
   __device__ __forceinline__ bool take_block() {
     unsigned number = 0;
     if (threadIdx.x % 32 == 0) number = atomicAdd(semaphores_behind() + params.shared_keys, 1u);
@@ -96,20 +96,20 @@ struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
     return true;
   }
 
-  // The number of the key block at hand, over batch and kv heads.
+  // The index of the current key block, over batch and kv heads.
   __device__ __forceinline__ int index() const {
     const ProblemParams& problem = params.problem;
     return (batch * (problem.heads_q / problem.heads_per_kv) + kv_head) * params.num_k_blocks + block;
   }
 
-  // The query heads whose steps are to be led.
+  // The query heads of the loading warp's steps.
   __device__ __forceinline__ Range query_heads() const {
     const int first = kv_head * params.problem.heads_per_kv;
     const Range heads = heads_of_part(params, part);
     return {first + heads.begin, first + heads.end};
   }
 
-  // 32 listed steps of the key block at hand with a query head, a step for each lane; the list goes on in the next
+  // Returns 32 listed steps of the current key block with a query head, one in each lane. A list goes on in the next
   // lines.
   __device__ __forceinline__ int listed_steps(int head, int line) const {
     const int group = params.problem.heads_per_kv;
@@ -119,12 +119,12 @@ struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
     return __ldg(params.key_steps + 32ull * (first + line) + fresh_thread() % 32);
   }
 
-  // The number of the kv head, where some may share what is seen.
+  // Returns the index of the kv head's list; kv heads may share a list.
   __device__ __forceinline__ unsigned list_head() const {
     return batch * params.list_stride_batch + kv_head * params.list_stride_head;
   }
 
-  // Looks up the key block at hand in the notes. why again and again: registers (L5).
+  // Reads the current key block from the notes, again at each use, as it would hold registers (L5).
   __device__ __forceinline__ void look_up() {
     unsigned x[4];
     ld_shared_v4(x, noted);

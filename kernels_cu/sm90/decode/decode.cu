@@ -1,11 +1,11 @@
-// Forward on Hopper for few queries of each sequence: the query heads of a group are rows of one block, and thread
-// blocks share the keys of a sequence.
+// Forward on Hopper for few queries of each sequence: the rows of a query block are the query heads of a group. Thread
+// blocks split the keys of a sequence.
 //
 //   s, p, o                     as in forward.cu, over the key tiles of a split
-//   out = sum w o / sum w sum   over the splits: common/row_states.cuh
+//   out = Σ w·o / Σ w·sum       over the splits, w = exp2(shift - largest shift): common/row_states.cuh
 //
-// Roles    As in forward.cu, with one warpgroup that computes; q is copied by cp.async.
-// Splits   Their o, sums and shifts lie in memory. The block whose split ends last merges them, in their order.
+// Roles    As in forward.cu, with one consumer warpgroup; q is copied by cp.async.
+// Splits   Their o, sums and shifts go to global memory. The thread block whose split ends last merges all in order.
 // Barriers As in forward.cu for varlen, with one barrier `requested`, and kMerge instead of kIssue.
 #include "../forward/mainloop.cuh"
 #include "epilogue.cuh"
@@ -14,14 +14,13 @@
 struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
   using ForwardMainloop::ForwardMainloop;
 
-  // why one loop for all key tiles, the first and the last and those that need a mask, and one product at a time: the
-  // code is read from memory once a launch (L50), and the products wait for keys. The bits are those of
-  // ForwardMainloop::run.
+  // One loop runs all key tiles, masked or not, one product at a time. Code is read from memory once a launch (L50),
+  // and products wait for keys anyway. Results are bit-equal to ForwardMainloop::run.
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (;;) {
       smem.wait_work(i);
-      // why: the host launches as many blocks as there may be work for.
+      // The grid covers the largest possible number of work tiles.
       if (!smem.work(i).exists()) break;
       const TileRange tiles = smem.work(i).keys;
       wait_query();
@@ -32,7 +31,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
         const unsigned k_slot = issue_next_qk();
         wgmma_wait<0>(s);
         const bool changes_o = softmax_tile(n, k_slot);
-        __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
+        __syncwarp();  // all lanes have loaded q (see mbarrier_arrive_warp)
         release(k_slot);
         if (n == (kQInRegisters ? tiles.end - 1 : tiles.begin) && is_leader) mbarrier_arrive(smem.q_empty(i, group));
         pack();
@@ -44,9 +43,9 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
     }
   }
 
-  // Makes weights of the scores of key tile n. o must be multiplied by o_scale if the result says so.
+  // Turns the scores of key tile n into weights. Returns true if o must be multiplied by o_scale.
   __device__ __forceinline__ bool softmax_tile(int n, unsigned k_slot) {
-    const QueryWork work = smem.work(i);  // read here: it holds no registers before (L31)
+    const QueryWork work = smem.work(i);  // read here, so that it holds no registers before (L31)
     const auto rows = lane_queries(work);
     const TileMods tile_mods(params, work);
     const auto mod_tile = tile_mods.tile(rows, n * kBlockK);
@@ -99,7 +98,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
     }
   }
 
-  // Stores rows that no other split has a share in.
+  // Stores rows that belong to no other split.
   __device__ __forceinline__ void store_rows(const QueryWork& work, Range rows, const float (&lse)[2]) const {
     const int lane = fresh_thread() % 32;
     const DecodeOutput output{params};
@@ -121,7 +120,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
     });
   }
 
-  // Stores the states of rows. What they have seen is nothing if o_scale is 0.
+  // Stores the states of rows. A row with o_scale 0 has seen no key.
   __device__ __forceinline__ void store_split(const QueryWork& work, Range rows, const Softmax& softmax) const {
     const int lane = fresh_thread() % 32;
     const float sums[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
@@ -136,7 +135,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
     });
   }
 
-  // Merges the splits of a block. A thread has kItems times four columns of a row at a time, of kTogether splits.
+  // Merges the splits of a query block. A thread takes kItems groups of four columns at a time, in kTogether splits.
   template <int kItems, int kTogether>
   __device__ __forceinline__ void merge(const QueryWork& work, int num_rows) const {
     const DecodeOutput output{params};
@@ -148,7 +147,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
       MergedRow merged[kItems];
 #pragma unroll
       for (int item = 0; item < kItems; ++item) {
-        const int number = const_min(at + 128 * item, num_items - 1);  // some threads do the last one twice
+        const int number = const_min(at + 128 * item, num_items - 1);  // some threads repeat the last item
         row[item] = fast_div(number, chunks), column[item] = (number - row[item] * chunks) * 4;
       }
 #pragma unroll 1
@@ -174,7 +173,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
     }
   }
 
-  // Stores the rows of the work before this one.
+  // Stores the rows of the previous work tile.
   __device__ __forceinline__ void store(const Softmax& softmax) {
     const QueryWork work = smem.work(i - 1);
     const DecodeOutput output{params};
@@ -187,7 +186,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
     if (work.split == 0) store_rows(work, {shared, output.num_rows(work)}, lse);
     store_split(work, {0, shared}, softmax);
     if (work.num_splits == 1 || !output.is_last_split(work)) return;
-    // why two ways: what is loaded comes from far, and all that a thread loads together comes at the same time.
+    // In either shape a thread has many loads in flight together, as their latency is long.
     if (work.num_splits <= 2) merge<4, 2>(work, shared);
     else merge<2, (kHeadDimV > 128 ? 4 : 8)>(work, shared);
   }

@@ -1,9 +1,9 @@
-// Rows of out and lse of the kernels for decoding on Hopper: they are stored, or come from the splits of a query block.
+// The epilogue of the decode kernels on Hopper: stores rows of out and lse, whole or merged from splits.
 #pragma once
 #include "../../ptx/atomic.cuh"
 #include "../forward/consumer.cuh"
 
-constexpr int kMerge = 1;  // the named barrier of the warps that compute
+constexpr int kMerge = 1;  // named barrier of the consumer warps
 
 struct DecodeOutput {
   const KernelParams& params;
@@ -17,7 +17,7 @@ struct DecodeOutput {
     return {query, work.head * group + work.row_begin + number - query * group};
   }
 
-  // Where a row lies in out; null where out keeps what it holds there.
+  // Returns the address of a row in out, or null if out keeps its contents there.
   __device__ __forceinline__ char* out_row(const QueryWork& work, const Row& row) const {
     if (row.query >= work.seqlen_q && !params.problem.zero_unused_rows) return nullptr;
     return Place{work.q_batch, work.q_begin}.address(params.out, kOutBytes, row.head, row.query);
@@ -27,8 +27,7 @@ struct DecodeOutput {
     if (params.lse != nullptr) params.lse[work.sequence(params.problem).lse_offset(row.head) + row.query] = lse;
   }
 
-  // Counts the sink of a row's head, once all splits of the row are merged: as Sink::add, but for rows that are not
-  // used, which see nothing.
+  // Adds the sink of a row's head, once all splits of the row are merged. Unused rows see no sink.
   __device__ __forceinline__ void count_sink(const QueryWork& work, const Row& row, float& o_scale, float& lse) const {
     if constexpr (kSinks) {
       if (row.query < work.seqlen_q) Sink(params, row.head).add(o_scale, lse);
@@ -41,7 +40,7 @@ struct DecodeOutput {
     else *reinterpret_cast<float4*>(out + 4 * column) = x;
   }
 
-  // Stores four columns of a row that was merged.
+  // Stores four columns of a merged row.
   __device__ __forceinline__ void store(const QueryWork& work, int number, int column, const MergedRow& merged) const {
     const Row row = this->row(work, number);
     char* const out = out_row(work, row);
@@ -56,8 +55,8 @@ struct DecodeOutput {
     if (column == 0) store_lse(work, row, Softmax::lse(merged.sum, merged.shift));
   }
 
-  // The rows of a block that exist, and those of them that all splits have a share in. Rows past the bound on lengths
-  // are not used, and belong to the first split.
+  // The number of existing rows of a block, and of those that all splits share. Rows past partial_rows are unused, and
+  // belong to the first split.
   __device__ __forceinline__ int num_rows(const QueryWork& work) const {
     return min(work.num_rows * params.problem.heads_per_kv - work.row_begin, kBlockQ);
   }
@@ -65,19 +64,19 @@ struct DecodeOutput {
     return work.num_splits == 1 ? 0 : min(num_rows(work), params.partial_rows);
   }
 
-  // The place of a row of a split among those that are to be merged.
+  // Returns the index of a row of a split in partial_out and partial_sums.
   __device__ __forceinline__ long long partial_row(const QueryWork& work, int split, int row) const {
     return static_cast<long long>(work.first_slot + split) * params.partial_rows + row;
   }
 
-  // Whether this split is the last of its block to end, so that the rows of all of them may be merged. All warps that
-  // compute ask, and have stored their rows.
+  // True if this split ends last in its query block, so that the rows of all splits can be merged. All consumer warps
+  // call, after they have stored their rows.
   __device__ __forceinline__ bool is_last_split(const QueryWork& work) const {
     bar_sync(kMerge, 128);
     bool is_last = false;
-    if (threadIdx.x % 128 == 0) {  // why one for all: they stored before the barrier
+    if (threadIdx.x % 128 == 0) {  // one thread for all, as they stored before the barrier
       is_last = atomic_add_acq_rel(params.arrivals + work.block, 1) == work.num_splits - 1;
-      if (is_last) params.arrivals[work.block] = 0;  // why: it must be zero for the next launch
+      if (is_last) params.arrivals[work.block] = 0;  // zero for the next launch
     }
     return bar_sync_any(kMerge, 128, is_last);
   }

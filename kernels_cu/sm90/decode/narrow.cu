@@ -1,23 +1,23 @@
-// As decode.cu, for query blocks of at most 16 rows: the warps share the keys of each tile, and each of them has all
+// As decode.cu, for query blocks of at most 16 rows: the warps split the keys of each tile, and each warp computes all
 // rows.
 //
 //   s = q kᵀ, o += p v          mma.sync, over a warp's keys: a quarter of each key tile
-//   out = sum w o / sum w sum   over the warps, then over the splits: common/row_states.cuh
+//   out = Σ w·o / Σ w·sum       over the warps, then over the splits: common/row_states.cuh
 //
 // Roles    As in decode.cu.
 // Barriers As in decode.cu.
-// why not by wgmma: a product has 64 rows, and weights of rows that do not exist take as long as those of others.
+// mma.sync is faster than wgmma here: a wgmma has 64 rows, and weights of absent rows take as long as any others.
 #include "epilogue.cuh"
 #include "roles.cuh"
 
-constexpr int kWarpKeys = kBlockK / 4;  // of a tile
+constexpr int kWarpKeys = kBlockK / 4;  // keys of a warp in each tile
 
 struct NarrowConsumer : Role {
   const int warp;
   unsigned i = 0;
   PipelineState ring;
   static constexpr unsigned kNoSlot = ~0u;
-  unsigned held = kNoSlot;  // the slot of v that is still to be released
+  unsigned held = kNoSlot;  // the slot of v to release next
   Softmax softmax;
   float o[kHeadDimV / 2];
 
@@ -27,7 +27,7 @@ struct NarrowConsumer : Role {
 #pragma unroll 1
     for (;; ++i) {
       smem.wait_work(i);
-      // why: the host launches as many blocks as there may be work for.
+      // The grid covers the largest possible number of work tiles.
       if (!smem.work(i).exists()) break;
       const TileRange tiles = smem.work(i).keys;
       mbarrier_wait(smem.q_full(i, 0), i / kQStages & 1);
@@ -41,18 +41,18 @@ struct NarrowConsumer : Role {
       if (is_leader) mbarrier_arrive(smem.q_empty(i, 0));
       if constexpr (kOneTilePerBlock) {
         smem.wait_work(i + 1);
-        if (smem.work(i + 1).row_begin != kNoWork) continue;  // why: SchedulerWarp::run_ahead
+        if (smem.work(i + 1).row_begin != kNoWork) continue;  // this work tile is void (SchedulerWarp::run_ahead)
       }
       store(smem.work(i));
     }
   }
 
-  // What this lane's rows see of a work tile.
+  // The mask and mods of this lane's rows in a work tile.
   struct Visible {
     const AnyLaneQueries rows;
     const ModHeads mod_heads;
     const Mask mask;
-    const Range common;  // the keys that all rows of the block see
+    const Range common;  // keys that all rows of the block see
 
     __device__ __forceinline__ Visible(const KernelParams& params, const QueryWork& work)
         : rows(work.lane_queries(params.problem, fresh_thread() % 32 / 4)),
@@ -65,7 +65,7 @@ struct NarrowConsumer : Role {
     }
   };
 
-  // Takes the warp's keys of tile n.
+  // Computes the warp's keys of tile n.
   __device__ __forceinline__ void step(const Visible& visible, int n) {
     using Panel = Swizzle<8>;
     const int lane = fresh_thread() % 32;
@@ -90,7 +90,7 @@ struct NarrowConsumer : Role {
       }
     }
     softmax_tile(s, visible, n, k.slot);
-    __syncwarp();  // why: all lanes have loaded k
+    __syncwarp();  // all lanes have loaded k
     if (is_leader) mbarrier_arrive(smem.kv_empty + 8 * k.slot);
 
     const PipelineState v = ring.advance();
@@ -111,15 +111,15 @@ struct NarrowConsumer : Role {
     held = v.slot;
   }
 
-  // Releases the latest tile of v. why so late: the compiler moves an arrival in front of products of the same block of
-  // code, and what they load may then still be on its way (L40).
+  // Releases the latest tile of v. This is late, since the compiler moves an arrival before products of the same basic
+  // block, whose operands may still be loading (L40).
   __device__ __forceinline__ void give_back_v() {
     __syncwarp();
     if (is_leader && held != kNoSlot) mbarrier_arrive(smem.kv_empty + 8 * held);
     held = kNoSlot;
   }
 
-  // Scores of the warp's keys of tile n become weights, and o is multiplied by what they ask for.
+  // Turns scores of the warp's keys of tile n into weights, and rescales o.
   __device__ __forceinline__ void softmax_tile(float (&s)[kWarpKeys / 2], const Visible& visible, int n,
                                                unsigned k_slot) {
     const int lane = fresh_thread() % 32, key = n * kBlockK + warp * kWarpKeys;
@@ -142,7 +142,7 @@ struct NarrowConsumer : Role {
     for (int h = 0; h < 2; ++h) scale_row(o, h, o_scale[h]);
   }
 
-  // The rows of a work tile, as RowStates asks for them.
+  // The rows of a work tile, with the interface that RowStates uses.
   struct Rows {
     const DecodeOutput output;
     const QueryWork work;
@@ -165,7 +165,7 @@ struct NarrowConsumer : Role {
     const Rows rows{{params}, work};
     const RowStates<Rows> states{rows, kOneTilePerBlock ? smem.kv : smem.out};
     const auto queries = work.lane_queries(params.problem, fresh_thread() % 32 / 4);
-    Rows::sync();  // why: the rows of the work before this one, or all of the ring, were read
+    Rows::sync();  // the previous work tile's rows, or the whole ring, are read
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float sum = quad_sum(softmax.sum[h]);

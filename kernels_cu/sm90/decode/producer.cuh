@@ -1,11 +1,11 @@
-// The producer of q for decoding on Hopper, which copies by cp.async.
+// The producer of q for decode on Hopper, which copies by cp.async.
 #pragma once
 #include "../forward/producer.cuh"
 
-// One warp loads rows of q of several heads, which lie anywhere. `filled` rows in shared memory are not zeros.
+// Loads rows of q of several heads, which lie anywhere. `filled` rows in shared memory are not zeros. One warp calls.
 __device__ __forceinline__ void load_queries(const WithMods<DecodeParams>& params, const DecodeWork& work, int,
                                              unsigned target, unsigned barrier, int& filled, bool) {
-  constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
+  constexpr int kChunks = kHeadDim / 8;  // chunks of 16 bytes in a row
   const ProblemParams& problem = params.problem;
   const Place place{work.q_batch, work.q_begin};
   const int group = problem.heads_per_kv, rows = const_min(work.seqlen_q * group - work.row_begin, kBlockQ);

@@ -1,12 +1,12 @@
-// The scheduler of decoding on Hopper: few queries of each sequence, whose keys are shared out among thread blocks.
+// The tile scheduler of decode on Hopper: few queries of each sequence, whose keys are split among thread blocks.
 #pragma once
 #include "../forward/work_counter.cuh"
 
-// Schedules work, in order. One warp asks. Each sequence has its splits one after the other, and of each split the
-// query blocks of all kv heads. So heads that lie beside each other in memory are read at the same time.
+// Schedules work tiles in order, in one warp. The splits of a sequence follow each other, and within a split the query
+// blocks of all kv heads. So heads that lie side by side in memory are read at the same time.
 //
-// Nothing is loaded before the first work tile is known. So lengths are read once for 32 sequences, one in each lane,
-// and the lane keeps what follows from them.
+// Nothing is loaded before the first work tile is computed. So lengths are read once for 32 sequences, one in each
+// lane, and the lane keeps the results.
 struct DecodeTileScheduler : WorkCounter {
   __device__ void begin(const DecodeParams& params) {
     const FastDivmod ctas(gridDim.x);
@@ -22,7 +22,7 @@ struct DecodeTileScheduler : WorkCounter {
 
   __device__ void advance(const DecodeParams& params) { take_next(params, num_work); }
 
-  // Writes the work tile as work i of the thread block; false if there is none.
+  // Writes the current work tile as number i of the thread block; returns false if there is none.
   template <class Addresses>
   __device__ __forceinline__ bool write_work(const DecodeParams& params, const Addresses& smem, unsigned i) {
     const DecodeWork work = find(params);
@@ -30,7 +30,7 @@ struct DecodeTileScheduler : WorkCounter {
     return work.exists();
   }
 
-  // The work tile of the number at hand.
+  // Returns the work tile at `index`.
   __device__ DecodeWork find(const DecodeParams& params) {
     DecodeWork work;
     work.row_begin = kNoWork;
@@ -41,30 +41,30 @@ struct DecodeTileScheduler : WorkCounter {
         find(params, work, __ffs(past) - 1);
         break;
       }
-      if (!go_on(params)) break;  // why: another kernel may write to the lengths while they are read
+      if (!go_on(params)) break;  // reached if another kernel writes to the lengths meanwhile
     }
     return work;
   }
 
  private:
-  // The rows that thread blocks write for one sequence, or for no sequence, and how its keys are cut.
+  // A part of the query axis: the rows of one sequence, or rows of no sequence, with the splits of its keys.
   struct Part {
-    VarlenQueryWork of;  // what is known of the sequence
+    VarlenQueryWork of;  // the data of the sequence
     int blocks;          // query blocks of all kv heads
-    TileRange tiles;     // key tiles that some query sees; at least one
+    TileRange tiles;     // key tiles that some query sees, at least one
     int first_tile, splits;
 
     __device__ int rows_end() const { return of.q_begin + of.num_rows; }
 
-    // The least and the greatest number of its key tiles, so that a part without query blocks changes neither.
+    // Its number of key tiles as a minimum and a maximum, which are neutral in a part without query blocks.
     __device__ Range counts() const { return blocks > 0 ? Range{tiles.count(), tiles.count()} : Range{1 << 30, 0}; }
   };
 
   int most_tiles = 0;  // key tiles of a split at most
   int num_work = 0;
-  int group;  // each lane holds a part of the axis of queries, of 32 that follow each other: the number of the 32 …
-  Part part;  // … the part …
-  int pieces_end;  // … and the pieces of it and of all parts before
+  int group;       // Each lane holds one of 32 consecutive parts of the query axis: the group's index …
+  Part part;       // … the part …
+  int pieces_end;  // … and the end of its work tiles, counted over all parts.
 
   __device__ static int last_of_warp(int x) { return __shfl_sync(0xffffffffu, x, 31); }
 
@@ -78,23 +78,23 @@ struct DecodeTileScheduler : WorkCounter {
       counts = {const_min(counts.begin, part.counts().begin), const_max(counts.end, part.counts().end)};
     }
     tiles = __reduce_add_sync(0xffffffffu, tiles);
-    // why apart: this is known before the lengths are.
+    // Computed from parameters alone, which are there before the lengths.
     blocks = kFewSequences ? params.problem.batch * blocks_of(params, params.problem.rows_q)
                            : __reduce_add_sync(0xffffffffu, blocks);
     choose_splits(ctas, blocks, tiles, counts, params.partial_rows, num_groups > 1);
     if (num_groups > 1) read(params, 0, 0);
   }
 
-  // Tiles of a split, so many that merging takes about as long as its keys: the last split to end merges the rows of
-  // all, so that more splits are shorter, but take longer to merge (DESIGN.md).
+  // Returns the key tiles of a split for which merging takes about as long as reading its keys. The last split to end
+  // merges all rows, so more splits are shorter but take longer to merge (DESIGN.md).
   __device__ static int tiles_worth_merging(int blocks, int tiles, int rows) {
     constexpr float kCost = kWarpsSplitKeys ? 2.0f : 1.4f;
     return __float2int_rn(kCost * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));
   }
 
-  // Splits are as long as gives each thread block at most one. Where there are more query blocks than thread blocks,
-  // they are shorter, so that the last ones end together: memory is busy with two thirds of the thread blocks. A thread
-  // block has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
+  // Makes splits so long that each thread block gets at most one. With more query blocks than thread blocks they are
+  // shorter, so that the last ones end together. Two thirds of the thread blocks keep memory busy. A thread block has
+  // at most 8 splits, plus one for each query block (SPLITS_OF_A_BLOCK in planning).
   __device__ void choose_splits(const FastDivmod& ctas, int blocks, int tiles, const Range& counts, int rows,
                                 bool has_more) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
@@ -102,25 +102,25 @@ struct DecodeTileScheduler : WorkCounter {
     if (blocks > num_ctas) {
       const unsigned half = (each + 1u) / 2, eighth = (each + 7u) / 8;
       most_tiles = blocks < 3 * num_ctas ? const_max(int(half), kLeastOfSome) : const_max(int(eighth), kLeastOfMany);
-      // Where all sequences have one length, so have their splits. why no others: they could have more splits then.
+      // Sequences of one length get splits of one length. With other lengths, this could make more splits.
       const int least = __reduce_min_sync(0xffffffffu, counts.begin), most = __reduce_max_sync(0xffffffffu, counts.end);
       if (least == most) most_tiles = ceil_quotient(most, ceil_quotient(most, most_tiles));
       return;
     }
     most_tiles = const_max(const_max(each, kLeast), tiles_worth_merging(blocks, tiles, rows));
     const int pieces = part.blocks * ceil_quotient(part.tiles.count(), most_tiles);
-    // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
+    // Each query block may have one split more than its share. The lengths of other groups are not read again.
     if (has_more || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
       most_tiles = const_max(most_tiles, ceil_quotient(tiles, const_max(num_ctas - blocks, 1)));
     }
   }
 
-  // Query blocks of all kv heads that so many queries in memory have.
+  // Returns the query blocks of all kv heads for a sequence's num_queries rows.
   __device__ static int blocks_of(const DecodeParams& params, int num_queries) {
     return (num_queries * params.problem.heads_per_kv + kBlockQ - 1) / kBlockQ * params.heads_kv;
   }
 
-  // Parts of the axis of queries, and the sequence that this lane's part is.
+  // Packed queries have two more parts: the rows before the first sequence and after the last one.
   __device__ static bool is_packed(const DecodeParams& params) {
     return !kFewSequences && params.problem.cu_seqlens_q != nullptr;
   }
@@ -128,8 +128,8 @@ struct DecodeTileScheduler : WorkCounter {
     return params.problem.batch + (is_packed(params) ? 2 : 0);
   }
 
-  // Reads the parts of a group; those before end with row so_far. why the largest bound so far: parts then do not
-  // overlap, whatever cu_seqlens say.
+  // Reads the parts of a group; earlier parts end at row so_far. Each bound is the largest so far, so that parts do not
+  // overlap whatever cu_seqlens hold.
   __device__ void read(const DecodeParams& params, int next_group, int so_far) {
     group = next_group;
     ProblemParams problem = params.problem;
@@ -156,7 +156,7 @@ struct DecodeTileScheduler : WorkCounter {
     part.tiles.end = const_max(part.tiles.end, part.tiles.begin + 1);
   }
 
-  // Cuts the group's parts into pieces, of which so many stand before it.
+  // Cuts the group's parts into work tiles, which follow `before` others.
   __device__ void cut(const DecodeParams& params, int before) {
     const int lane = threadIdx.x % 32;
     part.first_tile = part.tiles.begin;
@@ -175,7 +175,7 @@ struct DecodeTileScheduler : WorkCounter {
     pieces_end += before;
   }
 
-  // Goes on to the next group, if there is one.
+  // Advances to the next group; returns false if there is none.
   __device__ bool go_on(const DecodeParams& params) {
     if (kFewSequences || 32 * (group + 1) >= num_parts(params)) return false;
     const int before = last_of_warp(pieces_end);
@@ -184,7 +184,7 @@ struct DecodeTileScheduler : WorkCounter {
     return true;
   }
 
-  // Work tile `index`, which is of the part that lane `found` holds.
+  // Sets `work` to work tile `index`, which is in the part that lane `found` holds.
   __device__ void find(const DecodeParams& params, DecodeWork& work, int found) const {
     Part of;
     int words[sizeof(Part) / 4];
@@ -193,7 +193,7 @@ struct DecodeTileScheduler : WorkCounter {
     for (int i = 0; i < int(sizeof(Part) / 4); ++i) words[i] = __shfl_sync(0xffffffffu, words[i], found);
     memcpy(&of, words, sizeof(Part));
     const int end = __shfl_sync(0xffffffffu, pieces_end, found);
-    // why: another kernel may write to the lengths while they are read.
+    // Possible if another kernel writes to the lengths meanwhile.
     if (end > params.max_slots) return;
     if (kFewSequences) of.blocks = blocks_of(params, params.problem.rows_q);
     const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
@@ -204,7 +204,7 @@ struct DecodeTileScheduler : WorkCounter {
     work.row_begin = block * kBlockQ;
     work.split = split, work.num_splits = of.splits;
     work.first_slot = first + block_and_head * of.splits;
-    // why so: a sequence has at most one block more than its rows fill, so that no two have the same number.
+    // A sequence has at most one query block more than its rows fill, so no two indices are equal.
     work.block = is_packed(params) ? (of.of.q_begin * params.problem.heads_per_kv / kBlockQ + of.of.number + 1) * heads
                                    : of.of.number * of.blocks;
     work.block += block_and_head;
@@ -215,7 +215,7 @@ struct DecodeTileScheduler : WorkCounter {
     if (work.keys.count() < 1) work.keys = {begin, begin + 1};
   }
 
-  // The keys that some query of the block sees.
+  // Returns the keys that some query of the block sees.
   __device__ static Range visible_to(const ProblemParams& problem, const DecodeWork& work) {
     const Range queries = work.queries(problem, 0, kBlockQ);
     return work.sequence(problem).mask().key_range(queries.begin, const_min(queries.end, work.seqlen_q));

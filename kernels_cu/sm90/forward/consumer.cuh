@@ -1,4 +1,4 @@
-// What the consumers of forward and lse on Hopper share: their key tiles, their place in the ring, and their scores.
+// The common part of the consumers of forward and lse on Hopper: key tiles, pipeline state and scores.
 #pragma once
 #include "../../common/score.cuh"
 #include "../../ptx/warpgroup.cuh"
@@ -9,33 +9,33 @@
 
 using Scores = float[kBlockK / 2];
 
-// Begins s = q kᵀ, with q from registers as far as it is there, which takes less energy (L20).
+// Issues s = q kᵀ. Columns of q come from registers where they are there, which takes less energy (L20).
 __device__ __forceinline__ void issue_qk(Scores& s, const Query& q, unsigned q_smem, unsigned k_smem) {
   const unsigned long long q_begin = wgmma_descriptor(q_smem), k_begin = wgmma_descriptor(k_smem);
   issue_abt<kHeadDim, kQSteps>(s, q, q_begin, kPanelBytesQ, k_begin, kPanelBytesK);
 }
 
-// Whether a warpgroup may pass over the first and the last key tile, if it sees nothing of them. why not always: only
-// blocks longer than a key tile gain (L33).
+// True if a warpgroup may skip its first and its last key tile when they are fully masked. Only query blocks longer
+// than a key tile gain (L33).
 constexpr bool kSkipsTiles = kBlockQ > kBlockK && !kBlockSparse;
 
-// The key tiles of a query block as one warpgroup sees them. Tiles go down, so the first one has the last keys. The
-// ring holds one more before them if the group skips_first, and one after them if it skips_last.
+// The key tiles of a query block as one warpgroup sees them. Tiles go down, so the first one has the last keys. With
+// skips_first the ring holds one more tile before them, with skips_last one more after them.
 struct GroupKeys {
-  TileRange tiles;  // those that the group computes
+  TileRange tiles;  // tiles that the group computes
   bool skips_first = false, skips_last = false;
-  TileRange unmasked;  // those that need no mask; if block-sparse, by key tile, not by visible tile
-  int last_common;     // the tile of the last key that all rows see, if there is one
+  TileRange unmasked;  // tiles that need no mask, as key tiles even if block-sparse
+  int last_common;     // tile of the last key that all rows see, if any
 
-  // why from this work alone: v of a tile that is not skipped may hold NaN, and the bits of a row must not differ
-  // between two runs, in which other work comes before.
+  // Skipping depends on this work tile alone. A computed tile may add NaN from its v, and bits must not depend on the
+  // previous work tile.
   __device__ __forceinline__ GroupKeys(const ProblemParams& problem, const QueryWork& work, int group)
       : tiles(work.keys) {
     if constexpr (kSkipsTiles) {
       const Range rows = group_rows(problem, work, group);
       const Range keys = work.sequence(problem).mask().key_range(rows.begin, rows.end);
       const TileRange visible = TileRange::touched(keys, kBlockK);
-      // why at most one on a side: a group passes it while it holds the slot of a v, and the ring is short.
+      // At most one tile a side: the group skips it while it holds a slot of v, and the ring is short.
       skips_first = tiles.count() > 1 && visible.end < tiles.end;
       tiles.end -= skips_first;
       skips_last = tiles.count() > 1 && visible.begin > tiles.begin;
@@ -43,15 +43,15 @@ struct GroupKeys {
     }
   }
 
-  // Apart from the constructor, since it is found while products run (L31).
+  // Separate from the constructor, as it runs beside products (L31).
   __device__ __forceinline__ void find_unmasked(const ProblemParams& problem, const QueryWork& work, int group) {
     const Range rows = group_rows(problem, work, group);
     const Range common = work.sequence(problem).mask().full_range(rows.begin, rows.end);
     unmasked = TileRange::inside(common, kBlockK);
     if constexpr (!kAlwaysUpdatesMax) {
       last_common = (common.end - 1) / kBlockK;
-      unmasked.begin =
-          const_max(unmasked.begin, tiles.begin);  // why here: a loop that ends there would find it in every turn
+      // Bounded here, as the loop over these tiles would do it in each iteration.
+      unmasked.begin = const_max(unmasked.begin, tiles.begin);
     }
   }
 
@@ -63,7 +63,7 @@ struct GroupKeys {
   }
 };
 
-// One warp's part of a warpgroup. `i` is the number of its work.
+// One consumer warp. `i` counts the work tiles of the thread block.
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
   unsigned i = 0;
@@ -77,13 +77,13 @@ struct Consumer : Role {
 
   __device__ __forceinline__ float scale_log2() const { return scale_log2_of(params.problem); }
 
-  // Waits for a tile of the ring. The result is its address.
+  // Waits for a tile of the ring, and returns its address.
   __device__ __forceinline__ unsigned wait(const PipelineState& at) const {
     mbarrier_wait(smem.kv_full + 8 * at.slot, at.parity);
     return smem.kv + at.slot * kBytesSlot;
   }
 
-  // Releases a tile that only products have read. why without __syncwarp: all lanes have waited for these together.
+  // Releases a tile that only products have read. No __syncwarp is needed: all lanes have waited for these products.
   __device__ __forceinline__ void release(unsigned slot) const {
     if (is_leader) mbarrier_arrive(smem.kv_empty + 8 * slot);
   }
@@ -106,7 +106,7 @@ struct Consumer : Role {
   __device__ __forceinline__ MissingPages missing_pages(unsigned k_slot) const { return {params, smem, k_slot}; }
   __device__ __forceinline__ unsigned q_smem() const { return smem.q_rows(i, group) + warp * 16 * 128; }
 
-  // Begins s = q kᵀ of the ring's next tile. The result is the tile's slot.
+  // Issues s = q kᵀ of the next tile in the ring, and returns the tile's slot.
   __device__ __forceinline__ unsigned issue_next_qk() {
     issue_qk(s, q, smem.q_rows(i, group), wait(ring));
     return ring.advance().slot;
@@ -117,23 +117,23 @@ struct Consumer : Role {
     load_rows<kQSteps>(q, row_address(q_smem()), kPanelBytesQ);
   }
 
-  // Begins s = q kᵀ of the first key tile that this warpgroup computes.
+  // Issues s = q kᵀ of the first key tile that this warpgroup computes.
   __device__ __forceinline__ unsigned issue_first_qk(const GroupKeys& keys) {
     if (keys.skips_first) skip();
     wait_query();
     return issue_next_qk();
   }
 
-  // Releases k of tile n (as `Step::n`), whose scores are not needed any more, and q after the last tile, or after the
-  // first if q is in registers. why not before: an arrival does not wait for earlier loads (L40).
+  // Releases k of tile n (numbered as Step::n) once its scores are used. q is released after the last tile or, if it is
+  // in registers, after the first. An earlier arrival would not wait for the loads (L40).
   __device__ __forceinline__ void release_k(const GroupKeys& keys, int n, unsigned k_slot) const {
-    __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
+    __syncwarp();  // all lanes have loaded q (see mbarrier_arrive_warp)
     release(k_slot);
     if (n == (kQInRegisters ? keys.tiles.end - 1 : keys.tiles.begin)) release_query();
   }
 
-  // Waits for s of key tile number n and makes weights of it, with any mask and maximum. The caller multiplies o by
-  // o_scale. At most kPending groups of products that were begun later may still run.
+  // Waits for s of key tile n and turns it into weights, with any mask and a new maximum. The caller multiplies o by
+  // o_scale. At most kPending groups of later products may still run.
   template <int kPending>
   __device__ __forceinline__ void softmax_tile(const GroupKeys& keys, int n, unsigned k_slot, float (&o_scale)[2]) {
     const QueryWork work = smem.work(i);  // read while products run (L31)
@@ -147,7 +147,7 @@ struct Consumer : Role {
     tile_mods.apply(mod_tile, s, at.is_full(group));
     if (tile >= keys.unmasked.end) {
       mask(work).apply_end(s, rows, tile * kBlockK, fresh_thread() % 4);
-      // why asked of the warp's first row, which sees the fewest of these keys: for one row each lane takes 1 % of a
+      // Tests the warp's first row, which sees the fewest of these keys. A test for each lane's row takes 1 % of a
       // step.
       const auto first = work.lane_queries(params.problem, block_row());
       if (kPacksLimits || mask(work).end(first[0]) < tile * kBlockK + kFewKeys)
@@ -161,8 +161,8 @@ struct Consumer : Role {
     softmax.add(sums);
   }
 
-  // Gives the factors that turn this lane's rows of the output into the result, and their lse. Those of rows that see
-  // nothing are 0. Rows that no sequence uses see nothing, not even a sink.
+  // Computes the factors that normalise this lane's rows of o, and their lse. Rows without visible keys get the factor
+  // 0. Rows that no sequence uses see no sink either.
   __device__ __forceinline__ void finish(const QueryWork& work, const Softmax& softmax, float (&o_scale)[2],
                                          float (&lse)[2]) const {
     const auto rows = lane_queries(work);

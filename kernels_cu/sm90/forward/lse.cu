@@ -1,9 +1,9 @@
-// lse on Hopper: log sum exp(mask(score(q kᵀ))), which is forward without v.
+// lse on Hopper: log sum exp(mask(score(q kᵀ))), i.e. forward without v.
 //
 //   s = mask(score(q kᵀ))           wgmma, as in forward.cu
 //   lse = shift + log sum exp       softmax.cuh
 //
-// Roles    As in forward.cu. While one warpgroup makes weights of its scores, the products of the others run.
+// Roles    As in forward.cu. One warpgroup computes its softmax while products of the others run.
 // Barriers As in forward.cu, without kIssue and edge_full. The ring holds k alone.
 #include "consumer.cuh"
 #include "roles.cuh"

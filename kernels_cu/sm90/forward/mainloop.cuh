@@ -5,25 +5,25 @@
 using Weights = unsigned[kBlockK / 4];
 using Output = float[kHeadDimV / 2];
 
-// Derived: its store(softmax) stores the rows of the work tile before this one.
+// Derived provides store(softmax), which stores the rows of the previous work tile.
 template <class Derived>
 struct ForwardMainloop : Consumer {
   Weights p;
   Output o;
   float o_scale[2];
   NextTile next_tile;
-  bool has_begun = false;  // if block-sparse: this warpgroup has met a fully visible key tile of this work tile
+  bool has_begun = false;  // if block-sparse: a fully visible key tile of this work tile was computed
 
   using Consumer::Consumer;
 
-  // Takes work tile after work tile. The last p v of each goes with the first s of the next one. With kNextScoresFirst
-  // the rows of the former are stored after both, else beside that s.
+  // Runs over all work tiles. The last p v of each is issued together with the first s of the next one. With
+  // kNextScoresFirst its rows are stored after both, otherwise beside that s.
   __device__ __forceinline__ void run() {
     smem.wait_work(0);
-    if (kVarlen && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
+    if (kVarlen && !smem.work(0).exists()) return;  // the grid covers the largest possible number of work tiles
     if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
     GroupKeys keys(params.problem, smem.work(0), group);
-    bool skips_v = keys.skips_first;  // v of a key tile that is skipped comes next in the ring
+    bool skips_v = keys.skips_first;  // v of a skipped key tile comes next in the ring
     unsigned k_slot = issue_first_qk(keys);
     if constexpr (kNextScoresFirst) softmax_first_tile<0>(keys, k_slot);
 #pragma unroll 1
@@ -38,7 +38,7 @@ struct ForwardMainloop : Consumer {
       const QueryWork next = smem.work(i);
       const bool skips_last = keys.skips_last;
       if (skips_last) skip(), skip_issue();
-      if (!next.exists()) {  // a copy of the end, as no product may pend over a branch that issues one (L12)
+      if (!next.exists()) {  // a copy of the end: no product may pend over a branch that issues one (L12)
         issue_next_pv(accumulate);
         wgmma_wait<0>(o);
         self().store(softmax);
@@ -51,9 +51,9 @@ struct ForwardMainloop : Consumer {
         if (keys.skips_first && !skips_last) skip();
         skips_v = skips_last || keys.skips_first;
         const PipelineState first = ring.advance();
-        if (keys.skips_first && skips_last) skip(), skip();  // the first k, and v of the last tile of the work before
+        if (keys.skips_first && skips_last) skip(), skip();  // the first k, and v of the previous work's last tile
         const PipelineState second = ring.advance();
-        // why: v of a skipped key tile stands before the next k in the ring.
+        // v of a skipped key tile precedes the next k in the ring.
         const PipelineState k = skips_v ? second : first, v = skips_v ? first : second;
         wait_query();
         issue_qk(s, q, smem.q_rows(i, group), wait(k));
@@ -77,20 +77,20 @@ struct ForwardMainloop : Consumer {
         self().store(softmax);
       }
 #pragma unroll
-      for (int j = 0; j < kHeadDimV / 2; ++j) asm volatile("" : "=f"(o[j]));  // ends the life of the stored o (L11)
+      for (int j = 0; j < kHeadDimV / 2; ++j) asm volatile("" : "=f"(o[j]));  // ends the stored o's life (L11)
     }
   }
 
-  // One of the steps of a query block.
+  // One step over the key tiles of a query block.
   struct Step {
-    int n;                    // the key tile of s; if block-sparse, its number among the visible ones
-    bool accumulate = false;  // o has the p v of a key tile
-    bool has_weights = true;  // p holds the weights of the tile before; false after a tile that was passed over
+    int n;                    // the key tile of s; if block-sparse, its number among visible tiles
+    bool accumulate = false;  // o holds p v of some key tile
+    bool has_weights = true;  // p holds the weights of the tile before; false after a skipped tile
     unsigned k_slot, v_slot;
     float sums[2];  // of the weights
   };
 
-  // Takes the steps of all key tiles but the first; p is then that of the last. The result is whether o holds a sum.
+  // Computes all key tiles but the first; p then belongs to the last one. Returns true if o holds a sum.
   __device__ __forceinline__ bool steps(const GroupKeys& keys) {
     const TileRange tiles = keys.tiles;
     Step step{tiles.end - 2};
@@ -109,23 +109,24 @@ struct ForwardMainloop : Consumer {
         rescale();
       }
     } else {
-      // why: after the tile of the last key that all rows see, every row has seen a key. If block-sparse, each tile
-      // has its own kind.
+      // Below the tile of the last key that all rows see, every row has seen a key. If block-sparse, this is decided
+      // for each tile.
       const bool any_unmasked = !kBlockSparse && keys.unmasked.begin < min(keys.unmasked.end, tiles.end);
       const int upper_begin = any_unmasked ? max(tiles.begin, keys.last_common) : tiles.begin;
 #pragma unroll 1
       while (step.n >= tiles.begin) {
-        // Tiles from `upper_begin` on cross the mask's right bound. Below come those without a mask, then those that
-        // cross its left bound. `stale_steps` returns false when a step is left to finish here. If block-sparse, it
-        // returns true early, at a tile for the other loop. The loop without a mask comes first: NVRTC then makes
-        // shorter sums of descriptors (L52).
+        // Tiles from upper_begin on cross the mask's right bound. Unmasked tiles follow, then tiles across its left
+        // bound. stale_steps returns false if a step must be finished here. If block-sparse, it returns true early, at
+        // a tile for the other loop. The unmasked loop comes first, where NVRTC computes descriptors in fewer
+        // instructions (L52).
         const bool upper = !kBlockSparse && step.n >= upper_begin;
         if ((upper || stale_steps<true>(step, keys, kBlockSparse ? tiles.begin : keys.unmasked.begin)) &&
             stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {
           continue;
         }
         bool again[2];
-        // why once more: registers. With dropout the sums are kept, as weights are dropped already.
+        // Summed again, as the sums would hold registers. With dropout they are held, because s has lost the dropped
+        // weights.
         if constexpr (kScoreMod && !kDropout) Softmax::sum_up(s, step.sums);
         if (softmax.scale_down(s, step.sums, again, o_scale)) recompute_weights(step, keys, again);
         else softmax.add(step.sums);
@@ -140,13 +141,14 @@ struct ForwardMainloop : Consumer {
     return step.accumulate;
   }
 
-  // Takes steps down to tile `begin`; false if weights left the range or peaked (softmax.cuh), their step unfinished.
-  // The maximum is stale, as in lazy rescaling: rows keep that of the first tile in which they see a key, as long as
-  // their weights are in range. So the bits of a row depend on no other row, nor on which of the two loops a tile falls
-  // into. why a loop of their own for tiles without hidden keys, after the first key that all rows see: L28.
+  // Computes steps down to tile `begin`. Returns false, with a step unfinished, if weights left the range or peaked
+  // (softmax.cuh). The maximum is stale, as in lazy rescaling: rows keep the maximum of their first visible tile while
+  // their weights are in range. So a row's bits depend neither on other rows nor on the loop that computes a tile.
+  // Unmasked tiles have an instance of their own, in which nothing else runs (L28). It begins after the first key that
+  // all rows see.
   template <bool kUnmasked>
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
-    // Rows may see their first key in these tiles. In the others that happens only where all scores before weighed
+    // True if rows may see their first key in these tiles. Elsewhere this happens only after scores that weighed
     // nothing; the row's weights are then recomputed.
     constexpr bool kMayBeginRows = !kUnmasked || (kMaskMod && !kBlockSparse) || kScoreModMayMask;
 #pragma unroll 1
@@ -158,8 +160,8 @@ struct ForwardMainloop : Consumer {
       }
       if (!kUnmasked && skips_tile(step, keys)) continue;
       issue_step(step);
-      const QueryWork work =
-          kUnmasked && !kHasMods ? QueryWork() : smem.work(i);  // read here: no registers over the wait (L31)
+      // Read here, so that it holds no registers over the wait (L31).
+      const QueryWork work = kUnmasked && !kHasMods ? QueryWork() : smem.work(i);
       const auto rows = kUnmasked && !kHasMods ? decltype(lane_queries(work))() : lane_queries(work);
       const TileMods tile_mods(params, work);
       const auto at = next_tile.at(step.n);
@@ -184,7 +186,7 @@ struct ForwardMainloop : Consumer {
         softmax.add(step.sums);
         release_k(keys, step.n, step.k_slot);
       }
-      finish_pv(step.v_slot);  // also in warps that leave, whose p is made again: racecheck follows it (L41)
+      finish_pv(step.v_slot);  // also in warps that leave: compute-sanitizer needs one common wait (L41)
       if constexpr (kDropout) tile_mods.drop(s, rows, tile);
       pack();
       if (leaves) return false;
@@ -192,7 +194,7 @@ struct ForwardMainloop : Consumer {
     return true;
   }
 
-  // Begins s = q kᵀ of the next key tile and o += p v of the one before.
+  // Issues s = q kᵀ of the next key tile and o += p v of the one before.
   __device__ __forceinline__ void issue_step(Step& step) {
     wait_issue();
     step.k_slot = issue_next_qk();
@@ -201,7 +203,7 @@ struct ForwardMainloop : Consumer {
     pass_issue();
   }
 
-  // Makes the weights of the first key tile.
+  // Computes the weights of the first key tile.
   template <int kPending>
   __device__ __forceinline__ void softmax_first_tile(GroupKeys& keys, unsigned k_slot) {
     keys.find_unmasked(params.problem, smem.work(i), group);
@@ -215,7 +217,7 @@ struct ForwardMainloop : Consumer {
     drop(tile);
   }
 
-  // Makes the weights of the rows `again` of a step once more.
+  // Recomputes a step's weights in the rows `again`.
   __device__ __forceinline__ void recompute_weights(const Step& step, const GroupKeys& keys, const bool (&again)[2]) {
     const QueryWork work = smem.work(i);
     const auto rows = lane_queries(work);
@@ -234,9 +236,9 @@ struct ForwardMainloop : Consumer {
                            smem.kv + step.k_slot * kBytesSlot);
   }
 
-  // Skips a key tile in which this warpgroup sees nothing, unless it is the last, whose p v goes with the next
-  // work. The result is false if the tile is to be taken. why the product of v is begun by a step that follows even if
-  // p is 0: a condition there makes wgmma wait.
+  // Skips a key tile that is fully masked for this warpgroup; returns false if the tile must be computed. The last tile
+  // is never skipped, as its p v runs with the next work tile. The step after it issues p v even if p is 0: a condition
+  // there would make wgmma wait.
   __device__ __forceinline__ bool skips_tile(Step& step, const GroupKeys& keys) {
     if constexpr (kBlockSparse) {
       if (step.n == keys.tiles.begin || next_tile.at(step.n).is_visible(group)) return false;
@@ -259,7 +261,7 @@ struct ForwardMainloop : Consumer {
     return false;
   }
 
-  // Whether this warpgroup sees all of a tile, after which all of its rows have begun.
+  // True if this warpgroup sees all of a tile, after which all of its rows have seen a key.
   template <class Tile>
   __device__ __forceinline__ bool is_unmasked(const Tile& tile, const GroupKeys& keys) const {
     return tile.is_full(group) && tile.n() >= keys.unmasked.begin && tile.n() < keys.unmasked.end;
@@ -276,7 +278,7 @@ struct ForwardMainloop : Consumer {
     if constexpr (kPingPong) bar_arrive(kIssue + (group + 1) % kNumConsumers, 256);
   }
 
-  // For a step that is skipped. why: all warpgroups must pass as often.
+  // For a skipped step: all warpgroups must pass equally often.
   __device__ __forceinline__ void skip_issue() const { wait_issue(), pass_issue(); }
 
   __device__ __forceinline__ void pack() {
@@ -284,7 +286,7 @@ struct ForwardMainloop : Consumer {
     for (int j = 0; j < kBlockK / 4; ++j) p[j] = pack2(s[2 * j], s[2 * j + 1]);
   }
 
-  // Drops weights of key tile n, whose sums were made.
+  // Drops weights of key tile n, after they were summed.
   __device__ __forceinline__ void drop(int n) {
     if constexpr (kDropout) {
       const QueryWork work = smem.work(i);

@@ -1,22 +1,22 @@
-// Keys of variable-length sequences in the ring of forward, lse and decoding on Hopper: those whose pages are not
-// there, and the first ones, which no query sees.
+// Keys of variable-length sequences in the ring of forward, lse and decode on Hopper: keys of missing pages, and keys
+// before the first visible one.
 #pragma once
 #include "storage.cuh"
 
-// The page of a sequence that a key lies in.
+// Returns the index, in its sequence, of the page that a key lies in.
 template <class Params>
 __device__ __forceinline__ int page_of(const Params& params, int key) {
   const unsigned long long product = static_cast<unsigned long long>(key) * static_cast<unsigned>(params.page_magic);
   return static_cast<int>(product >> params.page_shift);
 }
 
-// The keys of a tile whose pages are not there, which no query sees.
+// The keys of a tile on missing pages, which no query sees.
 struct MissingPages {
   const KernelParams& params;
   const Addresses& smem;
-  unsigned slot;  // of the ring
+  unsigned slot;  // slot of the ring
 
-  // Their scores in the tile become -inf.
+  // Sets their scores in the tile to -inf.
   template <int kCount>
   __device__ __forceinline__ void apply(float (&s)[kCount], int column_pair) const {
     if (!kPaged) return;
@@ -27,7 +27,7 @@ struct MissingPages {
     for (int j = 0; j < kCount / 4; ++j) apply_eight(s + 4 * j, page_bits[j / 4], j % 4, column_pair);
   }
 
-  // Those among 16 keys of the tile.
+  // As `apply`, for 16 keys of the tile.
   __device__ __forceinline__ void apply_piece(float (&s)[8], int piece, int column_pair) const {
     if (!kPaged) return;
     const unsigned page_bits = ld_shared_u32(smem.page_bits + 16 * slot + 4 * (piece / 2));
@@ -36,7 +36,7 @@ struct MissingPages {
   }
 
  private:
-  // `eighth` is the number of the eight keys among the 32 of the word.
+  // `eighth` is the index of the eight keys within the word's 32.
   __device__ __forceinline__ static void apply_eight(float* s, unsigned page_bits, int eighth, int column_pair) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -47,7 +47,7 @@ struct MissingPages {
   }
 };
 
-// One warp writes a bit for each key of tile n, in a slot of the ring: 1 where the key's page is there.
+// Writes a bit for each key of tile n to a slot of the ring: 1 if the key's page exists. One warp calls.
 template <class Params, class AnyWork>
 __device__ __forceinline__ void write_page_bits(const Params& params, const Addresses& smem, const AnyWork& work, int n,
                                                 unsigned slot, bool lacks_some) {
@@ -65,10 +65,9 @@ __device__ __forceinline__ void write_page_bits(const Params& params, const Addr
   if (threadIdx.x % 32 == 0) st_shared_v4(smem.page_bits + 16 * slot, words);
 }
 
-// One warp makes zeros of the keys before the first that is seen in tile n of v, so that nothing is seen of what they
-// hold.
+// Zeros the keys of tile n of v before the first visible one, so that their contents have no effect. One warp calls.
 __device__ __forceinline__ void zero_keys_before(const VarlenQueryWork& work, int n, unsigned tile) {
-  const int chunks = const_min(work.visible_begin - n * kBlockK, kBlockK) * 8;  // of 16 bytes, in a panel
+  const int chunks = const_min(work.visible_begin - n * kBlockK, kBlockK) * 8;  // chunks of 16 bytes in a panel
   for (int panel = 0; panel < kPanelsV; ++panel) {
     for (int i = threadIdx.x % 32; i < chunks; i += 32)
       st_shared_v4(tile + panel * kPanelBytesK + 16 * i, {0, 0, 0, 0});

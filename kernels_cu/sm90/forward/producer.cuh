@@ -1,5 +1,5 @@
-// The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. The warp that loads k and
-// v schedules work, or a warp of its own if block-sparse or varlen.
+// The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. Dense kernels schedule
+// work in the warp of k and v; block-sparse and varlen kernels have a scheduler warp.
 #pragma once
 #include "../../common/swizzle.cuh"
 #include "../../ptx/cp_async.cuh"
@@ -7,7 +7,7 @@
 #include "scheduler.cuh"
 #include "varlen_producer.cuh"
 
-// One thread pushes work tile i to the others. All lanes of a warp call.
+// A warp that publishes work tiles. All lanes call `push`, and one thread writes.
 struct WorkPusher : Role {
   template <class AnyWork>
   __device__ __forceinline__ void push(unsigned i, const AnyWork& work) const {
@@ -16,7 +16,7 @@ struct WorkPusher : Role {
   }
 };
 
-// Warp 0 fills the ring and, unless block-sparse, schedules work.
+// Warp 0: fills the ring and, unless block-sparse, schedules work.
 template <class AnyWork>
 struct DenseKeyProducer : WorkPusher {
   PipelineState ring;
@@ -26,8 +26,8 @@ struct DenseKeyProducer : WorkPusher {
   template <int kPanels, bool kPushes>
   __device__ __forceinline__ void load(const TensorMap& map, int n, const AnyWork& work) {
     const unsigned full = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
-    const auto rows =
-        work.sequence(params.problem).visible_keys_from(n * kBlockK);  // no arithmetic after the wait (L17)
+    // Computed before the wait: nothing stands between the wait and the copy (L17).
+    const auto rows = work.sequence(params.problem).visible_keys_from(n * kBlockK);
     mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
     if (is_leader) {
       if constexpr (kPushes) loaded.push(smem, ring.slot);
@@ -44,13 +44,13 @@ struct DenseKeyProducer : WorkPusher {
     if constexpr (kPanelsV > 0) load<kPanelsV, false>(params.v_map, n, work);
   }
 
-  // The last p v of a query block is made during the query block after it.
+  // Loads the v of a query block's last p v, which runs during the next query block.
   __device__ __forceinline__ void load_last_v(unsigned i, int last) {
     const AnyWork work = smem.work(i);
     load_v(work, kBlockSparse ? last : work.keys.begin);
   }
 
-  // Work is read back from shared memory, which holds no registers (L5).
+  // Work tiles are read back from shared memory, since they would hold registers (L5).
   __device__ __forceinline__ void run(const AnyWork& first) {
     TileScheduler scheduler;
     if constexpr (!kBlockSparse) push(0, first);
@@ -61,7 +61,7 @@ struct DenseKeyProducer : WorkPusher {
       const AnyWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
-      // The key tile before which the next work is claimed. why so late: bursts of copies cost (L19).
+      // The key tile before which the next work tile is requested: late, as bursts of copies cost (L19).
       const int request_tile = params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
                                : kBlockSparse            ? min(tiles.begin + 2, tiles.end - 1)
                                                          : tiles.begin;
@@ -85,7 +85,7 @@ struct DenseKeyProducer : WorkPusher {
   }
 };
 
-// Schedules work if block-sparse: visible tiles are counted for it.
+// Schedules work if block-sparse, in a warp of its own that also counts the visible tiles.
 template <class AnyWork>
 struct DenseSchedulerWarp : WorkPusher {
   __device__ __forceinline__ void run(const AnyWork& first) const {
@@ -104,8 +104,8 @@ struct DenseSchedulerWarp : WorkPusher {
 };
 static_assert(!kBlockSparse || kQueryWarps < kSchedulerWarp, "the scheduler warp has no other role");
 
-// Schedules the work of variable-length sequences. why a warp of its own: it needs more registers than the others have
-// left, and no other warp waits while it reads the lengths.
+// Schedules work tiles of variable-length sequences. It is a warp of its own, as the other producers have too few
+// registers left, and none should wait while it reads lengths.
 template <class Scheduler>
 struct SchedulerWarp : Role {
   __device__ __forceinline__ void run() const {
@@ -121,16 +121,16 @@ struct SchedulerWarp : Role {
     __syncwarp();
     if (i > 0) return;
     bar_arrive(kFirstWork, kNumThreads);
-    smem.wait_published(
-        i);  // why, as no other thread does: synccheck reports a barrier in memory that no thread waits for (L41)
+    // Waited for here, as synccheck reports a barrier in memory that no thread waits for (L41).
+    smem.wait_published(i);
   }
 
-  // Schedules the one work tile of the thread block. It is found while the kernels ahead still run, and loaded as soon
-  // as they have ended. Since they may have written to the lengths, it is then found once more: if it is another one,
-  // that is the next work tile, and the first one is void.
+  // Schedules the only work tile of the thread block. It is computed while earlier kernels still run, and loaded as
+  // soon as they end (L55). As they may have changed the lengths, it is then computed again. If it differs, the new one
+  // is work tile 1, and work tile 0 is void.
   __device__ __forceinline__ void run_ahead() const {
     unsigned i = 0;
-    // One site: code is cold at each launch (L50).
+    // A loop, so that this code stands once: code is cold at each launch (L50).
 #pragma unroll 1
     for (bool is_ahead = true;; is_ahead = false) {
       Scheduler scheduler;
@@ -141,7 +141,7 @@ struct SchedulerWarp : Role {
         if (exists && work.is(smem.work(0))) work.row_begin = kNoWork;
         else if (!exists) work.row_begin = kVoid;
       }
-      // why not ahead if there is none: the other warps would end.
+      // Published ahead only if it exists; otherwise the other warps would exit.
       if (exists || !is_ahead) {
         if (is_leader) smem.write(i, work);
         publish(i);
@@ -155,11 +155,11 @@ struct SchedulerWarp : Role {
     if (is_leader) smem.push(i, none);
   }
 
-  // One site for all work tiles: code is cold at each launch (L50).
+  // All work tiles come from one site, as code is cold at each launch (L50).
   __device__ __forceinline__ void run_on() const {
     Scheduler scheduler;
     scheduler.begin(params);
-    bool exists = true, is_second = false;  // of a pair
+    bool exists = true, is_second = false;  // is_second: of a pair
 #pragma unroll 1
     for (unsigned i = 0; exists; ++i) {
       if (is_second) {
@@ -169,7 +169,7 @@ struct SchedulerWarp : Role {
         exists = scheduler.write_work(params, smem, i);
       }
       publish(i);
-      // why not before the second work tile of a pair is published, too: it is known already.
+      // A pair's second work tile is published without a request, since it is computed already.
       if (is_second) smem.wait_request(i - 1);
       is_second = !is_second && scheduler.is_pair();
       if (exists && !is_second) smem.wait_request(i);
@@ -177,7 +177,7 @@ struct SchedulerWarp : Role {
   }
 };
 
-// One warp begins to load a warpgroup's rows of q, which are counted at the barrier.
+// Issues the loads of a warpgroup's rows of q, counted at the barrier. One warp calls.
 template <class Params, class AnyWork>
 __device__ __forceinline__ void load_queries(const Params& params, const AnyWork& work, int group, unsigned target,
                                              unsigned barrier, int&, bool is_leader) {
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_queries(const Params& params, const AnyWork
                          work.head);
 }
 
-// The warps that copy q. Decoding has a `load_queries` for its own work tiles (decode/producer.cuh).
+// The warps that copy q. Decode has its own overload of load_queries (decode/producer.cuh).
 template <class AnyWork>
 struct QueryProducer : Role {
   const int first_group, step;

@@ -1,21 +1,21 @@
-// The roles of the warps of forward and lse on Hopper, for dense work and for variable-length sequences. `ConsumerType`
-// is what the warps of the consumers run.
+// The roles of the warps of forward and lse on Hopper, in dense and in varlen kernels. `ConsumerType` is the body of
+// the consumer warps.
 #pragma once
 #include "../../ptx/warpgroup.cuh"
 #include "producer.cuh"
 
-// A warp's number. why by a shuffle: it is the same in all its lanes, and the compiler must know.
+// Returns the warp's index. The shuffle shows the compiler that all lanes have the same value.
 __device__ __forceinline__ int warp_number() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 
-// Reads a word of every 64 bytes of the parameters. why: each line comes from memory once a launch, and the warp that
-// schedules work would wait for one after the other.
+// Reads a word of every 64 bytes of the parameters. Each line comes from memory once a launch, and the scheduler warp
+// would wait for one after the other.
 __device__ __forceinline__ void touch(const KernelParams& params) {
   const int* const words = reinterpret_cast<const int*>(&params);
 #pragma unroll
   for (unsigned at = 0; at < sizeof(KernelParams) / 4; at += 16) asm volatile("" ::"r"(words[at]));
 }
 
-// Brings the lengths to the L2 cache. why: the scheduler warp reads those of keys after those of queries.
+// Prefetches lengths to L2: the scheduler warp reads lengths of keys only after lengths of queries.
 __device__ __forceinline__ void fetch_lengths(const ProblemParams& p) {
   const int at = threadIdx.x % 32 * 32;
   auto fetch = [&](const int* lengths) {
@@ -28,9 +28,9 @@ template <class ConsumerType>
 __device__ __forceinline__ void run_dense(const KernelParams& params) {
   const Addresses smem{shared_storage()};
   const int warp = warp_number();
-  // Four warps share the start, since nothing is copied before it is done.
+  // Four warps share the start-up, since copies begin only after it.
   QueryWork first;
-  // A scheduler of its own: one that all warps find alike goes to uniform registers, which are slower (L53).
+  // Computed by the scheduler warp alone: values common to all warps use uniform registers, which are slower (L53).
   if (warp == kSchedulerWarp) first = TileScheduler().work(params);
   if (threadIdx.x == 32) smem.init_barriers();
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), tma_prefetch(&params.q_map);
@@ -51,7 +51,7 @@ template <class ConsumerType>
 __device__ __forceinline__ void run_varlen(const KernelParams& params) {
   const Addresses smem{shared_storage()};
   const int warp = warp_number();
-  // The scheduler finds the first work tile while other warps share the rest of the start.
+  // The scheduler computes the first work tile while other warps share the rest of the start-up.
   if (warp < 4) setmaxnreg_dec<kProducerRegisters>();
   if (warp == kSchedulerWarp) return SchedulerWarp<TileScheduler>{{params, smem}}.run();
   if (threadIdx.x == 32) smem.init_barriers();

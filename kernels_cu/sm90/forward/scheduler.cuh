@@ -1,8 +1,8 @@
-// The scheduler of forward and lse on Hopper: query blocks of any heads, one after the other.
+// The tile scheduler of forward and lse on Hopper: query blocks of any heads, one after the other.
 #pragma once
 #include "varlen_scheduler.cuh"
 
-// Schedules the work of a thread block.
+// Schedules the work tiles of a thread block.
 struct DenseTileScheduler : WorkCounter {
   __device__ __forceinline__ void advance(const TiledForwardParams& params) { take_next(params, params.num_tiles); }
 

@@ -1,7 +1,7 @@
-// FlashAttention-2's softmax with a stale maximum (L42). The exponent is shifted by a past maximum of the row, and most
-// key tiles look for no new one: the sums of the weights, which are made anyway, show whether one outweighs all others.
-// A warp then scales the row to it, or computes the row again if its weights have left the range. The result is exact,
-// and that of a row depends on no other row.
+// FlashAttention-2's softmax with a stale maximum (L42). Exponents are shifted by a past maximum of the row, and most
+// key tiles compute no new one. The sums of weights, which are needed anyway, show if one weight outweighs all others.
+// A warp then scales the row to that weight, or recomputes the row if its weights have left the range. The result is
+// exact, and a row's result depends on no other row.
 #pragma once
 #include "../../common/fragment.cuh"
 #include "../../common/swizzle.cuh"
@@ -10,45 +10,45 @@
 #include "../../common/score.cuh"
 #include "storage.cuh"
 
-// bfloat16: the weight of a row's maximum is 2^-kBias when the maximum is found, and the sum of a lane stays under
-// kSumLimit. So the sum of a row is always under 1, and p v under the largest |v|, whatever that is.
-// float16: the weight of the maximum is 1, and the sum of a lane over one tile is at most 2^14. So weights are in the
-// range of the type, which ends at 65504, and p v stays small in float32, because v is under 65504, too.
+// bfloat16: the weight of a row's maximum is 2^-kBias when the maximum is computed, and a lane's sum stays under
+// kSumLimit. So the sum of a row is always under 1, and p v under the largest |v|.
+//
+// float16: the weight of the maximum is 1, and a lane's sum over one tile is at most 2^14. So weights stay in the range
+// of float16, which ends at 65504, and p v is small in float32, as v is below 65504.
 constexpr float kBias = kIsFloat16 ? 0.0f : 28.0f;
 constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
-// The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows. Of
-// scores of a score_mod those up to kLeastScore weigh nothing. Nothing is taken off them while the row has seen nothing
-// else, and later a larger shift is, so that exp2 gives 0 for them in every row.
+// The initial shift of a row. It is finite, so that exp2(-inf - shift) is 0 and the first score overflows. Scores of a
+// score_mod up to kLeastScore weigh nothing. They are not shifted until the row has a larger score, and then by that
+// row's shift. So exp2 gives 0 for them in every row.
 constexpr float kUnseen = kScoreMod ? kLeastScore : -1e38f;
 
-// Whether maxima are updated in each tile. why for capped scores of large head dims: registers. why in lse: it
+// True if each tile updates the maximum: with a softcap, in large head dims for lack of registers, and in lse, which
 // recomputes no scores.
 constexpr bool kAlwaysUpdatesMax = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV > 128 || kHeadDimV == 0);
 
-// Whether rows are found in which some keys outweigh all others, so that their largest weight becomes exact (L42). why
-// not with scores of a score_mod: registers.
+// True if rows are scaled down when few keys outweigh all others, so that their largest weight is exact (L42). Kernels
+// with a score_mod have no registers for it.
 constexpr bool kFindsPeaks = !kAlwaysUpdatesMax && !kScoreMod && kHeadDimV > 0;
-constexpr float kUnit = kIsFloat16 ? 1.0f : 1.0f / 268435456.0f;  // 2^-kBias, the weight of a maximum when it is found
-// A tile has a peak if the sum of some lane over it is larger. why so large: scores of size 1 and 2 have none, unless
-// the first maximum is that of fewer than kFewKeys keys. So the sum of a row is under 1 in bfloat16, as above, in 2^12
-// tiles.
+constexpr float kUnit = kIsFloat16 ? 1.0f : 1.0f / 268435456.0f;  // 2^-kBias, the weight of a new maximum
+// A tile has a peak if some lane's sum over it exceeds the limit. Scores of size 1 and 2 have none, unless the first
+// maximum is over fewer than kFewKeys keys. In bfloat16 a row's sum then stays under 1 for 2^12 tiles.
 constexpr float kPeak = 1024.0f * kUnit, kPeakOfFew = 32768.0f * kUnit;
 constexpr int kFewKeys = 16;
-constexpr bool kPacksLimits = kVarlen && kHeadDim > 192;  // why: registers
-// Weights of tiles with a larger sum are made again instead of scaled down. why: what they are scaled by would be 0.
+constexpr bool kPacksLimits = kVarlen && kHeadDim > 192;  // both limits share a register, as no other is free
+// Weights of tiles with a larger sum are recomputed, not scaled down: their scale would be 0.
 constexpr float kMostScaled = 4e37f * kUnit;  // 2^125
 
-using Query = unsigned[kQSteps > 0 ? kQSteps : 1][4];  // fragments of a warp's rows of q, as mma.sync takes them
+using Query = unsigned[kQSteps > 0 ? kQSteps : 1][4];  // fragments of a warp's rows of q for mma.sync
 
-// Whether it is so in one of the four lanes that hold a row.
+// True if the predicate holds in any of the four lanes that hold a row.
 __device__ __forceinline__ bool in_some_lane(bool here) {
   return __ballot_sync(0xffffffffu, here) >> (fresh_thread() % 32 & ~3) & 15;
 }
 
 struct Softmax {
-  float shift[2];                      // a past maximum of score * scale_log2, + kBias
+  float shift[2];                      // a past maximum of score * scale_log2, plus kBias
   float sum[2];                        // over this lane's columns
-  float limits[kPacksLimits ? 1 : 2];  // see limit(h)
+  float limits[kPacksLimits ? 1 : 2];  // read by limit(h)
 
   __device__ __forceinline__ void setup() {
 #pragma unroll
@@ -58,14 +58,14 @@ struct Softmax {
     }
   }
 
-  // Where kFindsPeaks, a larger sum of a lane over one tile is a peak in row h.
+  // Returns the largest sum of a lane over one tile that is no peak in row h. Used with kFindsPeaks.
   __device__ __forceinline__ float limit(int h) const {
     if constexpr (!kPacksLimits) return limits[h];
-    const unsigned both = __float_as_uint(limits[0]);  // upper halves
+    const unsigned both = __float_as_uint(limits[0]);  // each limit is the upper half of a float
     return __uint_as_float(h == 0 ? both << 16 : both & 0xffff0000u);
   }
 
-  // Keeps the upper 16 bits. why in all kernels: one that kept more would not scale the same rows (L42).
+  // Keeps the upper 16 bits in all kernels, as more bits would make a kernel scale other rows (L42).
   __device__ __forceinline__ void set_limit(int h, float limit) {
     const unsigned bits = __float_as_uint(limit);
     if constexpr (kPacksLimits) {
@@ -75,7 +75,7 @@ struct Softmax {
     }
   }
 
-  // Sets the limits of rows whose first maximum is that of few keys.
+  // Raises the limits of rows whose first maximum is over few keys.
   template <class Queries>
   __device__ __forceinline__ void begin_with_few(Queries rows, const Mask& mask) {
     if constexpr (kFindsPeaks) {
@@ -87,15 +87,14 @@ struct Softmax {
     }
   }
 
-  // Updates the shifts to the maxima of these scores. The caller multiplies the output so far by o_scale; the sums are
-  // multiplied here.
+  // Updates the shifts to the maxima of these scores, and scales the sums. The caller multiplies o by o_scale.
   template <int kCount>
   __device__ __forceinline__ void update_max(const float (&s)[kCount], float scale_log2, float (&o_scale)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) update_row_max(h, quad_max(lane_row_max(s, h)), scale_log2, o_scale[h]);
   }
 
-  // The same for rows that have seen nothing yet, of which neither the sums nor the output need a factor.
+  // As update_max, for rows without a visible key so far, whose sums and output need no factor.
   template <int kCount>
   __device__ __forceinline__ void update_max_if_unseen(const float (&s)[kCount], float scale_log2) {
     if (!__any_sync(0xffffffffu, shift[0] == kUnseen | shift[1] == kUnseen)) return;
@@ -106,21 +105,20 @@ struct Softmax {
     }
   }
 
-  // Whether the shift of row h is taken off scores of a score_mod as they are made. It is not if the row has seen
-  // nothing yet, nor if it is large. why: inside a score's last multiplication and addition it is rounded otherwise
-  // than off a score that is made, while tiles of both kinds add to the same row: by up to 2^-11 of a weight at this
-  // bound.
+  // True if row h's shift is subtracted within a score_mod's last multiply-add. False if the row has seen nothing, or
+  // if the shift is large. A fused subtraction rounds differently from a later one, and tiles of both kinds add to the
+  // same row. At this bound the difference is up to 2^-11 of a weight.
   __device__ __forceinline__ bool is_taken_off(int h) const { return fabsf(shift[h]) < 16384.0f; }
 
-  // What is taken off scores as they are made. kBeginsRows: update_max_of_exponents does what is then left to do, and
-  // without it put_out_of_range.
+  // Returns the amounts that score_mod subtracts from its scores. With kBeginsRows, update_max_of_exponents subtracts
+  // the rest. Otherwise put_out_of_range marks the rows with a wrong amount.
   template <bool kBeginsRows>
   __device__ __forceinline__ float2 taken_off() const {
     if constexpr (!kBeginsRows) return {shift[0], shift[1]};
     return {is_taken_off(0) ? shift[0] : 0.0f, is_taken_off(1) ? shift[1] : 0.0f};
   }
 
-  // Makes an exponent of each row that is_taken_off not infinite, and so its sum, as its weights are to be made again.
+  // Sets an exponent, and so the sum, of each row that is not is_taken_off to infinity: its weights must be recomputed.
   template <int kCount>
   __device__ __forceinline__ void put_out_of_range(float (&s)[kCount]) const {
 #pragma unroll
@@ -128,10 +126,10 @@ struct Softmax {
       if (!is_taken_off(h)) s[kCount - 3 + 2 * h] = infinity();
   }
 
-  // What makes exponents of whole scores of row h.
+  // Returns the amount to subtract from whole scores of row h.
   __device__ __forceinline__ float base(int h) const { return kScoreMod && shift[h] == kUnseen ? 0.0f : shift[h]; }
 
-  // As update_max_if_unseen, for scores less taken_off, which become exponents.
+  // As update_max_if_unseen, for scores reduced by taken_off, which become exponents.
   template <int kCount>
   __device__ __forceinline__ void update_max_of_exponents(float (&s)[kCount]) {
     if (!__any_sync(0xffffffffu, !is_taken_off(0) | !is_taken_off(1))) return;
@@ -153,7 +151,7 @@ struct Softmax {
     sum[h] *= o_scale;
   }
 
-  // Scores, or exponents, become weights. `sums` becomes their sums over this lane's columns.
+  // Turns scores, or exponents, into weights, and returns their sums over this lane's columns in `sums`.
   template <bool kOfExponents = false, int kCount>
   __device__ __forceinline__ void exponentiate(float (&s)[kCount], float scale_log2, float (&sums)[2]) const {
     const float less[2] = {base(0), base(1)};
@@ -170,7 +168,7 @@ struct Softmax {
     sums[0] += odd[0], sums[1] += odd[1];
   }
 
-  // The sums of weights, added as `exponentiate` does.
+  // Sums weights in the order of `exponentiate`.
   template <int kCount>
   __device__ __forceinline__ static void sum_up(const float (&s)[kCount], float (&sums)[2]) {
     float odd[2] = {};
@@ -187,15 +185,14 @@ struct Softmax {
     for (int h = 0; h < 2; ++h) sum[h] += sums[h];
   }
 
-  // Whether weights of row h with this sum have left the range, or have a peak. NaN has not: it is the result.
+  // True if weights of row h with this sum have left the range, or have a peak. False for NaN, which is the result.
   __device__ __forceinline__ bool out_of_range(int h, float tile_sum) const {
     if constexpr (kFindsPeaks) return tile_sum > limit(h);
     return (kIsFloat16 ? tile_sum : sum[h] + tile_sum) > kSumLimit;
   }
 
-  // Takes the shifts of rows out of range from their largest weights, to which the weights and all sums are then
-  // scaled. The caller multiplies the output so far by o_scale. `again` becomes the rows whose weights are too large
-  // for it, and the result is whether there are any in the warp.
+  // Scales weights and sums of rows out of range to their largest weights, which give new shifts. The caller multiplies
+  // o by o_scale. `again` marks the rows whose weights are too large for this. Returns true if the warp has any.
   template <int kCount>
   __device__ __forceinline__ bool scale_down(float (&s)[kCount], float (&sums)[2], bool (&again)[2],
                                              float (&o_scale)[2]) {
@@ -207,12 +204,12 @@ struct Softmax {
         const bool too_large = in_some_lane(sums[h] > kMostScaled), scales = again[h] && !too_large;
         const float most = fmaxf(quad_max(lane_row_max(s, h)), kUnit);
         const float updated = shift[h] + log2_approx(most * (1.0f / kUnit));
-        // why not the reciprocal of `most`: the shift is rounded.
+        // Not the reciprocal of `most`, because the shift is rounded.
         o_scale[h] = scales ? exp2_approx(shift[h] - updated) : 1.0f;
         shift[h] = scales ? updated : shift[h];
         sum[h] *= o_scale[h], sums[h] *= o_scale[h];
         scale_row(s, h, o_scale[h]);
-        // why: the largest weight is to stay the unit as long as few keys make up the sum.
+        // The largest weight stays the unit while few keys make up the sum.
         if (again[h]) set_limit(h, scales ? fmaxf(kUnit, 0.5f * (sum[h] + sums[h])) : kUnit);
         again[h] = too_large;
       }
@@ -220,7 +217,7 @@ struct Softmax {
     return __any_sync(0xffffffffu, again[0] | again[1]);
   }
 
-  // Gives the factor that turns the accumulated output into the result, and the row's lse.
+  // Computes the factor that normalises o, and the row's lse.
   __device__ __forceinline__ void finish(int h, float& o_scale, float& lse) const {
     const float total = quad_sum(sum[h]);
     o_scale = total == 0.0f ? 0.0f : rcp_approx(total);
@@ -232,8 +229,8 @@ struct Softmax {
   }
 };
 
-// Makes the scores of a warp's 16 rows with 16 keys once more. why by mma.sync: it needs no other warp, and has the
-// fragments of wgmma. q_smem and k_smem are the warp's rows and the first key in the first panel.
+// Recomputes the products of a warp's 16 rows with 16 keys. mma.sync needs no other warp, and has wgmma's fragments.
+// q_smem and k_smem are the warp's rows and the first key in the first panel.
 __device__ __forceinline__ void recompute_scores(float (&s)[8], const Query& q, unsigned q_smem, unsigned k_smem) {
   using Panel = Swizzle<8>;
   const int lane = fresh_thread() % 32;
@@ -255,18 +252,18 @@ __device__ __forceinline__ void recompute_scores(float (&s)[8], const Query& q, 
   }
 }
 
-// Makes the weights of the rows `again` once more; other rows stay as they are. The sums are added. It is rare.
-// finish(products, piece) makes scores of the products of 16 keys, and hides those of keys that are not seen.
+// Recomputes the weights of the rows `again`, which is rare; other rows keep theirs. All sums are added.
+// finish(products, piece) turns the products of 16 keys into scores, and masked ones into -inf.
 template <int kCount, class Finish>
 __device__ __forceinline__ void recompute_tile_weights(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
                                                        const bool (&again)[2], float (&o_scale)[2], Finish finish,
                                                        float scale_log2, const Query& q, unsigned q_smem,
                                                        unsigned k_smem) {
-  constexpr int kPieces = kCount / 8;  // of 16 keys
+  constexpr int kPieces = kCount / 8;  // pieces of 16 keys
   float row_max[2], tile_sum[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) row_max[h] = -infinity(), tile_sum[h] = again[h] ? 0.0f : sums[h];
-  // The first half of the loop finds the maxima, the second makes the weights. One loop compiles faster, and it is rare
+  // The first half of the loop computes the maxima, the second the weights. One loop compiles faster, and this is rare
   // (L16).
 #pragma unroll 1
   for (int n = 0; n < 2 * kPieces; ++n) {

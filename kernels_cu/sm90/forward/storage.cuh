@@ -1,4 +1,4 @@
-// Shared memory of forward and lse on Hopper: tiles, their barriers, and the descriptions of the block's work.
+// Shared memory of forward and lse on Hopper: tiles, their barriers, and the thread block's work tiles.
 #pragma once
 #include "../../common/row_states.cuh"
 #include "../../ptx/ldmatrix.cuh"
@@ -13,30 +13,32 @@ constexpr unsigned kPanelBytesK = kBlockK * 128;  // of k and of v
 constexpr unsigned kBytesQ = kPanelsQk * kPanelBytesQ;
 constexpr unsigned kBytesSlot = (kPanelsQk > kPanelsV ? kPanelsQk : kPanelsV) * kPanelBytesK;
 
-// why so many slots: work is published before the ring has its first k, and read until its rows are stored. The ring
-// holds this many work tiles if each has one key tile.
+// A work tile is published before the ring has its first k, and read until its rows are stored. If each work tile has
+// one key tile, the ring holds kWorkInRing of them.
 constexpr int kWorkInRing = kHeadDimV > 0 ? kStages / 2 : kStages;
 constexpr int kWorkSlots = 16;
 static_assert(kWorkInRing + 3 + 2 * kVarlen <= kWorkSlots, "a work tile would be overwritten while it is needed");
 
-constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
+constexpr unsigned kWarpPanelBytes = 16 * 128;  // a warp's rows of out
 
-// Whether the first s of a query block is issued before the last p v of the query block before it; the first weights
-// are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
+// True if a query block's first s is issued before the last p v of the block before it. Its weights are then computed
+// beside that p v. Otherwise that p v goes first, and rows of out are stored beside the first s. s goes first where its
+// q is there in time (L30).
 constexpr bool kNextScoresFirst = !kDecode && kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
 
-// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18),
-// except that where keys lie in pages one warp loads q, and another v.
+// Warps that load q, one warpgroup's rows at a time. With one stage every warpgroup has such a warp (L18), except with
+// pages: there one warp loads q, and another v.
 constexpr int kQueryWarps = kQStages > 1 || kPaged ? 1 : kNumConsumers;
 
-// Lanes of a warp that give back q. why all if varlen: racecheck counts an arrival for its own lane alone (L41).
-// why not for lse: it takes up to 4 %.
+// Lanes of a warp that release q. If varlen, all do, as racecheck counts an arrival for its own lane alone (L41). In
+// lse this takes up to 4 %, so one lane does.
 constexpr int kLanesOfQ = kVarlen && !kDecode && kHeadDimV > 0 ? 32 : 1;
 
 struct Storage {
   char q[kQStages][kBytesQ];
-  char kv[kStages][kBytesSlot];  // the ring of k and v tiles in the order of their use
-  // On its way to global memory, or states of rows for other warps: if there is one work tile, in the ring's place.
+  char kv[kStages][kBytesSlot];  // tiles of k and v in the order of their use
+  // Rows of out on their way to global memory, or row states for the other warps of split keys. With one work tile the
+  // states take the ring's place.
   char out[4 * kNumConsumers][kWarpsSplitKeys && !kOneTilePerBlock ? kStateBytes / 4
                               : kOutPanels > 0                     ? kOutPanels * kWarpPanelBytes
                                                                    : 16];
@@ -46,7 +48,7 @@ struct Storage {
   QueryWork work[kWorkSlots];
 };
 
-// What only variable-length sequences need.
+// Storage of varlen kernels.
 template <bool kIsVarlen>
 struct VarlenStorage {
   __device__ unsigned page_bits_address() const { return 0; }
@@ -54,17 +56,17 @@ struct VarlenStorage {
 };
 template <>
 struct VarlenStorage<true> {
-  uint4 page_bits[kStages];      // of the key tile in each slot of the ring, one bit a key: whether its page is there
-  unsigned long long edge_full;  // v has arrived of a tile of which some keys are yet to become zeros
-  // The next work tile is to be scheduled. why two: of a pair, the second may ask before the scheduler warp saw that
-  // the first has, and one barrier does not distinguish two phases that have ended from none.
+  uint4 page_bits[kStages];      // of the key tile in each slot: bit i is 1 if the page of key i exists
+  unsigned long long edge_full;  // v has arrived, but some keys of the tile must still become zeros
+  // A request for the next work tile. A pair needs two barriers: its second tile may request before the scheduler warp
+  // has seen the first request. One barrier does not distinguish two ended phases from none.
   unsigned long long requested[kDecode ? 1 : 2];
 
   __device__ unsigned page_bits_address() const { return smem_address(page_bits); }
   __device__ unsigned barriers() const { return smem_address(&edge_full); }
 };
 
-// A key tile of which nothing is known.
+// A key tile without mask tiles.
 struct PlainTile {
   int number;
 
@@ -73,9 +75,9 @@ struct PlainTile {
   __device__ static constexpr bool is_full(int) { return false; }
 };
 
-// A key tile under a mask_mod. The mask tiles along its rows are those of the warpgroups.
+// A key tile under a mask_mod. Along its rows, each warpgroup has one mask tile.
 struct GroupsTile {
-  int bits;  // bit g: group g sees all of the tile; bit 3 + g: it sees some; from bit 6 on: n
+  int bits;  // bit g: group g sees all of the tile; bit 3 + g: it sees some of it; from bit 6 on: n
 
   __device__ __forceinline__ explicit GroupsTile(int all_bits) : bits(all_bits) {}
   __device__ __forceinline__ GroupsTile(int n, MaskTileKinds kinds) : bits(64 * n) {
@@ -92,36 +94,35 @@ struct GroupsTile {
 static_assert(!kBlockSparse || (kGroupRows == kMaskTile && kNumConsumers <= 3),
               "a warpgroup has two bits for its one mask tile");
 
-// What only block-sparse kernels need.
+// Storage of block-sparse kernels.
 template <bool kEnabled>
 struct MaskTileStorage {
   __device__ unsigned tiles() const { return 0; }
 };
 template <>
 struct MaskTileStorage<true> {
-  // GroupsTile::bits of the key tile in each slot of the ring, and of the one after it of the same work.
+  // GroupsTile::bits of the key tile in each slot of the ring, and of the work tile's next key tile.
   uint2 tile_of[kStages];
-  unsigned long long requested[2];  // as that of VarlenStorage, for sequences that are all alike
+  unsigned long long requested[2];  // as in VarlenStorage, for dense sequences
 
   __device__ unsigned tiles() const { return smem_address(tile_of); }
 };
 
 struct alignas(1024) SharedStorage : Storage, VarlenStorage<kVarlen>, MaskTileStorage<kBlockSparse> {};
 static_assert(!kOneTilePerBlock || sizeof(Storage::kv) >= kStateBytes, "states of rows take the place of the ring");
-// why more at times: the host counts the descriptions of calls with mods, which are the longest.
+// The host may reserve up to 1024 bytes more: it counts work tiles of calls with mods, which are the largest.
 static_assert(sizeof(SharedStorage) <= kSmemBytes && kSmemBytes - sizeof(SharedStorage) <= 1024,
               "the host's formula for shared memory differs");
 
-// Named barriers of a thread block, beside that of __syncthreads(), which is 0. Varlen kernels have two for their
-// start, to each of which one side only arrives: the sides come to them at different places, which __syncthreads()
-// forbids.
+// Named barriers of a thread block; __syncthreads() is number 0. Varlen kernels use two at their start. One side of
+// each only arrives, and the sides use different instructions, which __syncthreads() forbids.
 enum NamedBarrier {
-  kIssue = 1,         // of the first consumer; the next numbers are those of the others
-  kBarriersMade = 4,  // one warp has made the barriers in memory
+  kIssue = 1,         // the first consumer's; the other consumers follow
+  kBarriersMade = 4,  // one warp has initialised the barriers in memory
   kFirstWork = 5,     // the first work tile is published
 };
 
-// The addresses of the members of SharedStorage. `i` counts the work tiles of the block.
+// The addresses of the members of SharedStorage. `i` counts the work tiles of the thread block.
 struct Addresses {
   const SharedStorage& at;
   const unsigned q = smem_address(at.q), kv = smem_address(at.kv), out = smem_address(at.out);
@@ -130,13 +131,13 @@ struct Addresses {
   const unsigned works = smem_address(at.work), page_bits = at.page_bits_address(), edge_full = at.barriers();
   const unsigned tiles = at.tiles();
 
-  // The key tile in a slot that has arrived. `n` is its number among those of the work.
+  // Returns the key tile in a slot that has arrived. `n` is its number in the work tile.
   __device__ __forceinline__ auto tile(int n, unsigned slot) const {
     if constexpr (kBlockSparse) return GroupsTile(static_cast<int>(ld_shared_u32(tiles + 8 * slot)));
     else return PlainTile{n};
   }
 
-  // Work tile i requests the next one, which the scheduler warp waits for.
+  // The barrier by which work tile i requests the next one from the scheduler warp.
   __device__ __forceinline__ unsigned requested(unsigned i) const {
     return (kVarlen ? edge_full + 8 : tiles + 8 * kStages) + (kDecode ? 0 : i % 2 * 8);
   }
@@ -155,10 +156,10 @@ struct Addresses {
     return q_full(i, group) + 8 * kQStages * kNumConsumers;
   }
 
-  // One thread pushes work tile i to the others.
+  // Publishes work tile i to all warps. One thread calls.
   __device__ __forceinline__ void push(unsigned i, const QueryWork& work) const { write(i, work), publish(i); }
   __device__ __forceinline__ void publish(unsigned i) const { mbarrier_arrive(work_full + 8 * (i % kWorkSlots)); }
-  // Its 16 bytes kFirst … kEnd - 1.
+  // Writes 16-byte pieces kFirst … kEnd - 1 of a work tile.
   template <int kFirst = 0, int kEnd = sizeof(QueryWork) / 16>
   __device__ __forceinline__ void write(unsigned i, const QueryWork& work) const {
     unsigned words[sizeof(QueryWork) / 16][4];
@@ -170,7 +171,7 @@ struct Addresses {
     return works + sizeof(QueryWork) * (i % kWorkSlots);
   }
 
-  // All lanes of a warp copy together.
+  // Copies a work tile. All lanes of a warp call.
   __device__ __forceinline__ void copy_work(unsigned from, unsigned to) const {
     const int lane = threadIdx.x % 32;
     if (lane < sizeof(QueryWork) / 16) {
@@ -187,14 +188,14 @@ struct Addresses {
   }
 
   __device__ __forceinline__ void wait_work(unsigned i) const {
-    if (kVarlen && i == 0) return;  // why: it was written before the threads of the block met
+    if (kVarlen && i == 0) return;  // it was published before all warps met at kFirstWork
     wait_published(i);
   }
   __device__ __forceinline__ void wait_published(unsigned i) const {
     mbarrier_wait(work_full + 8 * (i % kWorkSlots), i / kWorkSlots & 1);
   }
 
-  // Read again wherever it is needed, which holds no registers (L5).
+  // Work tiles are read again at each use, as they would hold registers (L5).
   __device__ __forceinline__ QueryWork work(unsigned i) const {
     unsigned words[sizeof(QueryWork) / 16][4];
 #pragma unroll
@@ -206,10 +207,10 @@ struct Addresses {
     return work;
   }
 
-  // One thread calls, before any other thread uses the barriers.
+  // Initialises the barriers. One thread calls, before any other thread uses them.
   __device__ void init_barriers() const {
     constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
-    constexpr int kQCopiers = kDecode ? 32 : 1;   // lanes that copy q, each of which arrives (L41)
+    constexpr int kQCopiers = kDecode ? 32 : 1;   // lanes that copy q; each arrives (racecheck, L41)
     for (int i = 0; i < kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1);
     for (int i = 0; i < kQStages; ++i) {
       for (int g = 0; g < kNumConsumers; ++g) {
@@ -224,14 +225,14 @@ struct Addresses {
   }
 };
 
-// If block-sparse: the last key tile whose k the producer has loaded, and the one after it.
+// If block-sparse: the key tile whose k was loaded last, and the one after it.
 struct LoadedTile {
   GroupsTile at{0}, following{0};
   VisibleWalk walk{0, kStep};
 
   __device__ __forceinline__ int n() const { return at.n(); }
 
-  // Goes to the next key tile that is visible, or to the first one of the work tile. If none is visible, it is any.
+  // Advances to the next visible key tile, or to the work tile's first one. Without visible tiles, any one serves.
   template <class Params, class AnyWork>
   __device__ __forceinline__ void find_next(const Params& params, const AnyWork& work, bool is_first) {
     if constexpr (kBlockSparse) {
@@ -246,7 +247,7 @@ struct LoadedTile {
     }
   }
 
-  // Pushes it to the consumers, through the slot of the ring that holds it.
+  // Pushes the tile to the consumers, through the slot of the ring that holds it.
   __device__ __forceinline__ void push(const Addresses& smem, unsigned slot) const {
     if constexpr (kBlockSparse) st_shared_v2(smem.tiles + 8 * slot, at.bits, following.bits);
   }
@@ -255,8 +256,8 @@ struct LoadedTile {
   static constexpr int kStep = -1;  // as in DescendingTiles
 };
 
-// The key tile of a consumer's next step. If block-sparse, it is popped a step ahead. why: what is read from shared
-// memory comes late while products run, and nothing is to be waited for before the next product is issued.
+// The key tile of a consumer's next step. If block-sparse, it is read a step ahead: shared memory is slow while
+// products run, and nothing should delay the next product.
 struct NextTile {
   GroupsTile tile{0};
 
@@ -264,7 +265,7 @@ struct NextTile {
     if constexpr (kBlockSparse) return tile;
     else return PlainTile{n};
   }
-  // Of the tile after the one in this slot.
+  // Reads the tile after the one in this slot.
   __device__ __forceinline__ void pop(const Addresses& smem, unsigned slot) {
     if constexpr (kBlockSparse) tile = GroupsTile(static_cast<int>(ld_shared_u32(smem.tiles + 8 * slot + 4)));
   }
@@ -275,8 +276,8 @@ __device__ __forceinline__ const SharedStorage& shared_storage() {
   return *reinterpret_cast<const SharedStorage*>(smem_bytes);
 }
 
-// A warp whose lanes all run together, and whose first lane acts. why: what all lanes have alike is in uniform
-// registers (L13).
+// A warp whose lanes run together and whose first lane acts. Values common to all lanes are then in uniform registers
+// (L13).
 struct Role {
   const KernelParams& params;
   const Addresses& smem;

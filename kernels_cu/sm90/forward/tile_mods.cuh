@@ -1,5 +1,5 @@
-// score_mod, mask_mod, bias, sinks and dropout (mods), as the consumers of forward and lse on Hopper use them. In plain
-// kernels nothing is left of it.
+// score_mod, mask_mod, bias, sinks and dropout (mods) for the consumers of forward and lse on Hopper. Plain kernels
+// contain none of this.
 #pragma once
 #include "../../common/dropout.cuh"
 #include "../../common/fragment.cuh"
@@ -10,10 +10,10 @@
 
 static_assert(!kDecode || (!kDropout && !kBlockSparse), "kernels for decoding drop no weights, and take all key tiles");
 
-// The functions of a lane's two rows. In decoding the rows of a block are those of all query heads of a kv head.
+// The mods of a lane's two rows. In decode, rows of a block belong to all query heads of a kv head.
 using ModHeads = Select<kDecode, TwoModHeads, ModHead>;
 
-// Those of one head of a work tile.
+// Returns the mods of one query head of a work tile.
 template <class Params, class AnyWork>
 __device__ __forceinline__ ModHead make_mod_head(const Params& params, const AnyWork& work, int query_head) {
   const ProblemParams& problem = params.problem;
@@ -21,7 +21,7 @@ __device__ __forceinline__ ModHead make_mod_head(const Params& params, const Any
   return ModHead(params, problem, work.sequence_idx(), query_head, seqlen_q, work.seqlen_k(problem));
 }
 
-// Those of this lane.
+// Returns the mods of this lane's rows.
 template <class Params, class AnyWork>
 __device__ __forceinline__ ModHeads make_mod_heads(const Params& params, const AnyWork& work) {
   if constexpr (kDecode) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ ModHeads make_mod_heads(const Params& params, const A
   }
 }
 
-// The mods of one work tile, of which nothing is left in plain kernels. `Rows` are the lane's two queries.
+// The mods of one work tile; empty in plain kernels. `Rows` are the lane's two queries.
 template <class Params, class AnyWork>
 struct TileModsOf {
   const Params& params;
@@ -46,7 +46,7 @@ struct TileModsOf {
   __device__ __forceinline__ TileModsOf(const Params& kernel_params, const AnyWork& work_tile)
       : params(kernel_params), work(work_tile) {}
 
-  // What is known of the lane's rows with the keys from `key` on. less: what is taken off the scores of each row.
+  // Returns the mods of the lane's rows with the keys from `key` on. `less` is subtracted from the scores of each row.
   template <class Rows>
   __device__ __forceinline__ auto tile(const Rows& rows, int key, const float2& less = {0.0f, 0.0f}) const {
     if constexpr (!kHasMods) return Nothing{};
@@ -54,9 +54,8 @@ struct TileModsOf {
     else return Deferred<Rows>{*this, rows, key};
   }
 
-  // Products become scores, less what `tile` was given for their row; those that are hidden become -inf. is_full: the
-  // mask among the functions shows all of the tile. why scores that weigh nothing do not: kUnseen in
-  // sm90/forward/softmax.cuh.
+  // Turns products into scores minus `less`, and masked ones into -inf. is_full: the mask_mod shows all of the tile.
+  // Scores that weigh nothing are not set to -inf: see kUnseen in softmax.cuh.
   template <class Tile, int kCount>
   __device__ __forceinline__ void apply(const Tile& tile, float (&s)[kCount], bool is_full) const {
     if (kSkipsFullTiles && is_full) {
@@ -66,22 +65,22 @@ struct TileModsOf {
     }
   }
 
-  // Weights of key tile n that are dropped become zero.
+  // Zeros the dropped weights of key tile n.
   template <class Rows>
   __device__ __forceinline__ void drop(float (&weights)[kBlockK / 2], const Rows& rows, int n) const {
     Dropout(params, work.sequence_idx(), work.head)
         .template drop<kBlockK % 32 == 0>(weights, rows, n * kBlockK, fresh_thread() % 4);
   }
 
-  // Counts the sink, and multiplies a row of out by what dropout multiplies weights by.
+  // Adds the sink, and applies dropout's scale to a row of out.
   __device__ __forceinline__ void finish(float& o_scale, float& lse) const {
-    // why not in decoding: sinks are counted when all splits of a row are merged (DecodeOutput::count_sink).
+    // Decode adds sinks once all splits of a row are merged (DecodeOutput::count_sink).
     if constexpr (kSinks && !kDecode) Sink(params, work.head).add(o_scale, lse);
     if constexpr (kDropout) o_scale *= params.kept_scale;
   }
 
  private:
-  // What scores are made with, before their products are there. why: it takes long.
+  // The data of a score_mod. It is computed before the products arrive, since it takes long.
   struct Precomputed {
     const ModHeads heads;
     const ModRows rows;
@@ -96,7 +95,7 @@ struct TileModsOf {
     }
   };
 
-  // The same of a mask alone, found where it is asked. why: most tiles do not ask it.
+  // The data of a mask_mod alone. It is computed where it is applied, since most tiles need no mask.
   template <class Rows>
   struct Deferred {
     const TileModsOf& tile_mods;

@@ -1,10 +1,10 @@
-// The producer of keys of variable-length sequences, for forward, lse and decoding on Hopper.
+// The producers of keys of variable-length sequences for forward, lse and decode on Hopper.
 #pragma once
 #include "../../common/fragment.cuh"
 #include "pages.cuh"
 
-// What warps that fill the ring with keys have in common. why a template: only varlen kernels have work and parameters
-// that it can read.
+// The common part of the warps that fill the ring with keys. A template, as only varlen kernels have work tiles and
+// parameters with these members.
 template <class AnyWork, class Params>
 struct VarlenProducer {
   const Params& params;
@@ -15,8 +15,8 @@ struct VarlenProducer {
 
   __device__ __forceinline__ VarlenProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
 
-  // Requests the next work tile if it is due before key tile n of work tile i. why so late: bursts of copies cost
-  // (L19). why so early: it takes as long as two tiles to find it, and splits are short.
+  // Requests the next work tile if it is due before key tile n of work tile i. Early requests cause bursts of copies,
+  // which cost (L19). But scheduling takes as long as two tiles, and splits of decode are short.
   __device__ __forceinline__ void request_work_at(int n, unsigned i, const TileRange& tiles) const {
     const int at = kDecode                     ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
@@ -28,8 +28,8 @@ struct VarlenProducer {
   __device__ __forceinline__ unsigned full() const { return smem.kv_full + 8 * ring.slot; }
   __device__ __forceinline__ void wait_slot() const { mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1); }
 
-  // TMA makes zeros of keys behind the last one that is seen, but not of those before the first. Of tiles of v that
-  // have some of these, the warp waits for the copies, and makes the zeros.
+  // TMA reads keys after the last visible one as zeros, but not keys before the first. In tiles of v with such keys,
+  // the warp waits for the copies and writes the zeros itself.
   __device__ __forceinline__ static bool has_edge(bool is_v, const AnyWork& work, int n) {
     return is_v && n * kBlockK < work.visible_begin;
   }
@@ -44,7 +44,7 @@ struct VarlenProducer {
   }
 };
 
-// Keys that lie one after the other.
+// Loads keys that lie one after the other.
 template <class AnyWork, class Params>
 struct RowProducer : VarlenProducer<AnyWork, Params> {
   using Base = VarlenProducer<AnyWork, Params>;
@@ -80,7 +80,7 @@ struct RowProducer : VarlenProducer<AnyWork, Params> {
     if constexpr (kPanelsV > 0) load<true>(work, n);
   }
 
-  // The last p v of a query block is made during the query block after it.
+  // Loads the v of a query block's last p v, which runs during the next query block.
   __device__ __forceinline__ void load_last_v(unsigned i, int last) {
     const AnyWork work = smem.work(i);
     load_v(work, kBlockSparse ? last : work.keys.begin);
@@ -89,8 +89,8 @@ struct RowProducer : VarlenProducer<AnyWork, Params> {
   template <bool kIsV>
   __device__ __forceinline__ void load(const AnyWork& work, int n) {
     constexpr int kPanels = kIsV ? kPanelsV : kPanelsQk;
-    const VarlenMapRows rows =
-        work.sequence(params.problem).visible_keys_from(n * kBlockK);  // no arithmetic after the wait (L17)
+    // Computed before the wait: nothing stands between the wait and the copy (L17).
+    const VarlenMapRows rows = work.sequence(params.problem).visible_keys_from(n * kBlockK);
     const bool has_edge = this->has_edge(kIsV, work, n);
     const unsigned barrier = this->barrier_of_copies(has_edge);
     this->wait_slot();
@@ -110,22 +110,22 @@ struct RowProducer : VarlenProducer<AnyWork, Params> {
 static_assert(!kBlockSparse || !kPaged,
               "the two warps that load pages would each have to find the tiles that are visible");
 
-// Keys that lie in pages. kCopies: threads copy them. why two kinds: registers.
+// Loads keys that lie in pages: by cp.async if kCopies, otherwise by TMA. Two instances, since one for both takes too
+// many registers.
 template <class AnyWork, class Params, bool kCopies>
 struct PageProducer : VarlenProducer<AnyWork, Params> {
   using Base = VarlenProducer<AnyWork, Params>;
   using Base::params, Base::smem, Base::is_leader, Base::ring;
 
-  const bool loads_v;  // or k
+  const bool loads_v;  // otherwise k
 
-  // why two warps: there are many small copies, and a warp makes one at a time.
+  // Two warps load, one k and one v: there are many small copies, and a warp issues one at a time.
   __device__ __forceinline__ PageProducer(const Params& p, const Addresses& addresses, int producer_idx)
       : Base(p, addresses), loads_v(producer_idx == 1) {}
 
-  // why one site for all loads: their code is long.
+  // One site issues all loads, as their code is long.
   __device__ __forceinline__ void run() {
-    // The tile whose v is still to be loaded, because o += p v follows the scores of the next tile: of which work,
-    // which.
+    // The tile (and its work tile) whose v must still be loaded: o += p v follows the scores of the next tile.
     unsigned pending_work = kNone;
     int pending_tile = 0;
 #pragma unroll 1
@@ -133,7 +133,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
       smem.wait_work(i);
       const bool exists = smem.work(i).exists();
       const DescendingTiles tiles = exists ? smem.work(i).keys : TileRange{0, 1};
-      // why one turn more: for v of the last tile, after each work tile or after all of them.
+      // One more iteration loads v of the last tile: after each work tile, or after all of them.
       const int last = tiles.begin - (exists && !kNextScoresFirst && !kDecode);
 #pragma unroll 1
       for (int n = tiles.first(); n >= last; --n) {
@@ -160,18 +160,18 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   static constexpr int kNoPage = -1;
   static constexpr int kParts = (kBlockK + 31) / 32;
   using LanePages = int[kParts];
-  static constexpr int kHeld = kCopies ? kDecode ? kParts : 0 : 1;  // why no more: registers
+  static constexpr int kHeld = kCopies ? kDecode ? kParts : 0 : 1;  // more would take too many registers
 
-  // kHeld pages of the tile that is likely to be next, which come from memory.
+  // The kHeld pages of the tile that probably comes next, as they arrive late from memory.
   unsigned held_work = kNone;
   int held_tile = 0;
   LanePages held;
-  // Tiles that threads copy, and that are not yet published: how many, and their slots, a byte each.
+  // Tiles copied by threads but not yet published: their number, and their slots, one byte each.
   int num_unpublished = 0;
   unsigned unpublished = 0;
 
-  // The page of a lane's key: the first key of its box (TMA), or key 32 part + lane (cp.async). kNoPage behind the
-  // last visible key.
+  // Returns the page of a lane's key: the first key of its box (TMA), or key 32 part + lane (cp.async). kNoPage past
+  // the last visible key.
   __device__ __forceinline__ int look_up(const AnyWork& work, int n, int part) const {
     const ProblemParams& problem = params.problem;
     const int lane = threadIdx.x % 32, row = kCopies ? 32 * part + lane : lane * params.page_box;
@@ -184,7 +184,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     for (int part = 0; part < kHeld; ++part) held[part] = look_up(work, n, part);
   }
 
-  // Loads k or v of tile n of work i into the ring.
+  // Loads k or v of tile n of work tile i into the ring.
   __device__ __forceinline__ void load(bool is_v, unsigned i, int n) {
     const AnyWork work = smem.work(i);
     LanePages pages;
@@ -201,7 +201,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
 
   __device__ __forceinline__ bool is_there(int page) const { return page >= 0 && page < params.problem.batch_k; }
 
-  // Each of the first lanes loads a box, of keys of one page.
+  // Loads a tile by TMA. Each of the first lanes loads one box, whose keys lie in one page.
   __device__ __forceinline__ void load_boxes(bool is_v, const AnyWork& work, int n, int page) {
     const ProblemParams& problem = params.problem;
     const int rows = params.page_box, begin = threadIdx.x % 32 * rows, key = n * kBlockK + begin;
@@ -229,15 +229,15 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     if (has_edge) this->zero_edge(work, n);
   }
 
-  // Threads copy, eight a panel of a key, where pages do not consist of whole groups of 8 keys.
+  // Loads a tile by cp.async, where pages are no multiple of 8 keys. Eight threads copy a panel of a key.
   __device__ __forceinline__ void copy_keys(bool is_v, unsigned i, int n, const LanePages& pages) {
-    constexpr int kUnrolled = kDecode ? 8 : 1;  // why not elsewhere: registers
+    constexpr int kUnrolled = kDecode ? 8 : 1;  // other kernels have too few registers
     const ProblemParams& problem = params.problem;
     const Operand& x = is_v ? params.v : params.k;
     const int lane = threadIdx.x % 32, columns = is_v ? problem.head_dim_v : problem.head_dim;
     const int panels = is_v ? kPanelsV : kPanelsQk;
     const AnyWork known = smem.work(i);
-    bool is_absent = kHeld == 0;  // or not known
+    bool is_absent = kHeld == 0;  // true also if the pages are not held
 #pragma unroll
     for (int part = 0; part < kHeld; ++part) {
       const int row = 32 * part + lane;
@@ -249,9 +249,9 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     if (!is_v) write_page_bits(params, smem, known, n, ring.slot, lacks_some);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const AnyWork work = kDecode ? known : smem.work(i);  // read again with a fresh lane: registers (L5)
+      const AnyWork work = kDecode ? known : smem.work(i);  // read again with a fresh lane, to hold no registers (L5)
       const int lane = kDecode ? threadIdx.x % 32 : fresh_thread() % 32;
-      const int key = n * kBlockK + 32 * part + lane;  // whose row this lane finds. It is null if it is read as zeros
+      const int key = n * kBlockK + 32 * part + lane;  // its row is null if it is read as zeros
       const int page = kHeld > 0 ? pages[part] : look_up(work, n, part);
       const bool is_visible = is_there(page) && !(is_v && key < work.visible_begin);
       const int within = key - page_of(params, key) * problem.rows_k;
@@ -266,7 +266,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
           cp_async_16_or_zeros(to + panel * kPanelBytesK, from + 2 * column, from != nullptr && column + 8 <= columns);
         }
       }
-      // A chunk that is cut off by the last column takes the place of zeros that were on their way.
+      // A chunk cut off by the last column replaces zeros, once their copies have completed.
       if (columns % 8 != 0) {
         const int column = columns / 8 * 8, chunk = column % kPanelColumns / 8;
         cp_async_commit();
@@ -280,22 +280,22 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
       }
     }
     cp_async_commit();
-    // why not at once: copies of several tiles are then on their way. why no more: the consumers release a slot only
-    // after the two that follow it are published (or the one, if the warps share keys), and with two warps each
-    // loads every other tile, or every third.
+    // Tiles are published late, so that copies of several are under way. The number is bounded: consumers release a
+    // slot only after the next two are published (the next one, if the warps split keys). With two warps, each loads
+    // every second or third tile.
     constexpr int kNeeded = kWarpsSplitKeys ? 2 : 4, kMost = kPanelsV > 0 ? (kStages - kNeeded) / 2 : kStages - 3;
     constexpr int kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
     unpublished = unpublished << 8 | ring.slot, ++num_unpublished;
     if (num_unpublished > kAhead) publish_all_but<kAhead>();
   }
 
-  // The pointer that another lane has.
+  // Returns the pointer of another lane.
   __device__ __forceinline__ static const char* from_lane(const char* pointer, int lane) {
     const auto bits = reinterpret_cast<unsigned long long>(pointer);
     return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, bits, lane));
   }
 
-  // Waits for all tiles that threads copy but the latest kPending, and publishes them to the consumers.
+  // Waits for all tiles copied by threads except the latest kPending, and publishes them to the consumers.
   template <int kPending>
   __device__ __forceinline__ void publish_all_but() {
     cp_async_wait<kPending>();
@@ -308,7 +308,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   }
 };
 
-// The body of the warps that load keys: number 0, and where keys lie in pages also number 1.
+// The body of the warps that load keys: producer 0 and, with pages, producer 1.
 template <class AnyWork, class Params>
 __device__ __forceinline__ void produce_keys(const Params& params, const Addresses& smem, int producer_idx) {
   if constexpr (!kPaged) RowProducer<AnyWork, Params>(params, smem).run();

@@ -1,19 +1,19 @@
-// The scheduler of forward and lse on Hopper for variable-length sequences: query blocks of any of them.
+// The tile scheduler of forward and lse on Hopper for variable-length sequences.
 #pragma once
 #include "work_counter.cuh"
 
-// Schedules work as DenseTileScheduler does. One warp asks. Blocks of heads_in_l2 heads that have the same rows follow
-// each other; the last block of a sequence, the longest under a causal mask, comes before its others.
+// Schedules work like DenseTileScheduler, in one warp. Query blocks with the same rows follow each other in heads_in_l2
+// heads. A sequence's last query block comes first, as it is the longest under a causal mask.
 //
-// With in_pairs two heads of the same rows are scheduled together, since such a pair is found as quickly as one work
-// tile. The last kSingles work tiles of each thread block are scheduled one at a time, so that all blocks end together.
-// If block-sparse, no heads are, because each may see other tiles.
+// With in_pairs, two heads of the same rows are scheduled together, which takes as long as one work tile. The last
+// kSingles work tiles of each thread block are scheduled one by one, so that all thread blocks end together. If
+// block-sparse there are no pairs, because each head may see other tiles.
 //
-// Nor do they end together if the last work tiles are those of one sequence after the other, some long and some short.
-// So the blocks of the last tail_parts parts of the axis are scheduled by their numbers, the greatest first.
+// At the end, long and short sequences that follow each other would keep thread blocks from ending together. So the
+// query blocks of the last tail_parts parts of the axis are scheduled by their index, the highest first.
 struct VarlenTileScheduler : WorkCounter {
   int blocks = 0;  // query blocks of a head
-  // Where the search goes on: a part of the axis, and the blocks of the parts before it.
+  // The state of the search: the next part of the axis, and the query blocks of all parts before it.
   int first_part = 0, blocks_before = 0;
 
   __device__ void begin(const VarlenForwardParams& params) {
@@ -32,7 +32,8 @@ struct VarlenTileScheduler : WorkCounter {
 
   __device__ bool is_pair() const { return paired; }
 
-  // Writes the work tile as work i of the thread block; false if there is none. why in parts: registers.
+  // Writes the current work tile as number i of the thread block; returns false if there is none. It is written in two
+  // pieces, which takes fewer registers.
   template <class Addresses>
   __device__ __forceinline__ bool write_work(const WithMods<VarlenForwardParams>& params, const Addresses& smem,
                                              unsigned i) {
@@ -77,9 +78,10 @@ struct VarlenTileScheduler : WorkCounter {
 
  private:
   static constexpr unsigned kSingles = 4;
-  static constexpr int kFoundLast =
-      kBlockSparse ? 2 : 1;  // so many times 16 bytes of a description are found after the others
-  static constexpr bool kHasTail = kHeadDim > 128;  // why not others: their pieces are short, and it costs up to 2 %
+  // The number of 16-byte pieces, at the start of a work tile, that are computed last.
+  static constexpr int kFoundLast = kBlockSparse ? 2 : 1;
+  // Other head dims have short work tiles, where a tail costs up to 2 %.
+  static constexpr bool kHasTail = kHeadDim > 128;
 
   bool paired = false;
   int head;  // of the latest work tile
@@ -100,7 +102,7 @@ struct VarlenTileScheduler : WorkCounter {
     return num_work(params) - num_pairs(params);
   }
 
-  // Finds the part of the axis that has this block of a head, and which of the part's blocks it is.
+  // Finds the part of the axis that contains this block of a head, and the block's index in the part.
   __device__ Found find(const VarlenForwardParams& params, const Axis& axis, int block) {
     if constexpr (kHasTail) {
       if (params.tail_parts > 0) {
@@ -115,11 +117,11 @@ struct VarlenTileScheduler : WorkCounter {
     return find_in_order(axis, block);
   }
 
-  // Finds block `within` of the last parts, of which each lane has one, with its rows and its number of blocks. Blocks
-  // of a greater number come first.
+  // Finds block `within` of the last parts, in descending order of block index. Each lane holds the rows and the number
+  // of blocks of one part.
   __device__ static Found find_in_tail(Range rows, int part, int num_blocks, int within) {
     constexpr unsigned kAll = 0xffffffffu;
-    // More than `within` blocks have `low` or a greater one, but no more than `within` have `end` or a greater one.
+    // More than `within` blocks have index `low` or higher, and at most `within` have index `end` or higher.
     int low = 0, end = __reduce_max_sync(kAll, num_blocks);
 #pragma unroll 1
     while (end - low > 1) {
@@ -155,6 +157,6 @@ struct VarlenTileScheduler : WorkCounter {
       }
       blocks_before = __shfl_sync(0xffffffffu, end, 31);
     }
-    return {0, 0, {0, 0}};  // why: another kernel may write to cu_seqlens while they are read
+    return {0, 0, {0, 0}};  // reached if another kernel writes to cu_seqlens meanwhile
   }
 };

@@ -1,19 +1,19 @@
-// The number of a thread block's next work tile, for forward, lse and decode on Hopper.
+// The index of a thread block's next work tile, for forward, lse and decode on Hopper.
 #pragma once
 #include "../../common/division.cuh"
 #include "../../common/tile_scheduler.cuh"
 #include "../pipeline/work_tile.cuh"
 
-// The warp that schedules the work of a thread block. why one that loads no keys if it reads lengths or counts mask
-// tiles: it takes as long as two key tiles.
+// The warp that schedules a thread block's work. With lengths or mask tiles it loads no keys, as scheduling takes as
+// long as two key tiles.
 constexpr int kSchedulerWarp = kVarlen || kBlockSparse ? 3 : 0;
 
-// The first work tile has the block's index; the others are as the counter hands them out or, without a counter, at a
-// fixed distance.
+// The first work tile has the thread block's index. The others come from the counter or, without a counter, at a fixed
+// stride.
 struct WorkCounter {
   unsigned index = blockIdx.x;
 
-  // Whether the number is that of two pieces.
+  // True if the index stands for two work tiles.
   __device__ __forceinline__ bool is_pair() const { return false; }
   template <class Params, class Addresses>
   __device__ __forceinline__ void write_second(const Params&, const Addresses&, unsigned) const {}
@@ -24,7 +24,7 @@ struct WorkCounter {
       index += gridDim.x;
     } else {
       unsigned taken = 0;
-      // why a number, and not the first lane: the compiler then knows that no other thread counts.
+      // A fixed thread, not the first lane, shows the compiler that no other thread counts.
       if (threadIdx.x == 32 * kSchedulerWarp) {
         taken = take_number(params.counter, num_work);
       }

@@ -1,15 +1,14 @@
-// Tiles in shared memory as TMA writes them and wgmma reads them: panels of 64 columns, one behind the other.
+// Tiles in shared memory in the layout of TMA and wgmma: consecutive panels of 64 columns.
 #pragma once
 #include "../../common/varlen.cuh"
 #include "../config.cuh"
 
-constexpr int kPanelColumns = 64;  // of 16-bit numbers: the 128 bytes of a swizzled row
+constexpr int kPanelColumns = 64;  // 16-bit numbers: the 128 bytes of a swizzled row
 constexpr int kPanelsQk = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
 
-// A box of `bytes` bytes in a varlen map, of an operand of so many columns. why it must be known whether it lies
-// outside: a load then touches the first byte of the map, and at the beginning of a varlen map there may be no memory
-// (L49).
+// A TMA box of `bytes` bytes in a varlen map of an operand with `columns` columns. Boxes outside the map must not be
+// loaded: TMA then touches the map's first byte, which may be unmapped memory (L49).
 struct VarlenBox : VarlenMapRows {
   int columns, bytes;
 
@@ -17,13 +16,13 @@ struct VarlenBox : VarlenMapRows {
   __device__ constexpr bool is_outside(int column) const { return row >= end || column >= columns; }
 };
 
-// What is loaded, as load_box wants it: boxes of so many rows of 128 bytes.
+// Rows in the form that load_box takes: boxes of num_rows rows of 128 bytes.
 __device__ constexpr MapRows boxed(const MapRows& rows, int, int) { return rows; }
 __device__ constexpr VarlenBox boxed(const VarlenMapRows& rows, int num_rows, int columns) {
   return {rows, columns, num_rows * 128};
 }
 
-// One box of a panel, from these rows on, in either kind of map.
+// Issues the load of one box of a panel that begins at these rows, in a dense or a varlen map.
 __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, unsigned barrier, int column,
                                          const MapRows& rows, int head) {
   tma_load_4d(target, &map, barrier, column, rows.row, head, rows.batch);
@@ -31,7 +30,7 @@ __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, 
 __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, unsigned barrier, int column,
                                          const VarlenBox& box, int head) {
   __device__ static uint4 zeros[(kBlockK > 64 ? kBlockK : 64) * 128 / sizeof(uint4)];
-  constexpr bool kOnce = kDecode;  // why: parameters, code and lengths stay in L2 for the next call
+  constexpr bool kOnce = kDecode;  // evict k and v first, as parameters, code and lengths serve the next call
   if (box.is_outside(column)) bulk_load(target, zeros, box.bytes, barrier);
   else tma_load_5d<kOnce>(target, &map, barrier, column, box.first(), head, box.end, box.batch);
 }
@@ -44,8 +43,8 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source,
   tma_store_5d(&map, source, column, rows.first(), head, rows.end, rows.batch);
 }
 
-// Begins to load the panels of a tile, from these rows on. One thread calls. A panel comes by kBoxes copies of kBoxRows
-// rows each. why more than one: tiles of different heights then share a tensor map.
+// Issues the loads of a tile's panels, from these rows on. One thread calls. A panel comes by kBoxes copies of kBoxRows
+// rows, so that tiles of different heights share a tensor map.
 template <int kPanels, int kBoxes = 1, int kBoxRows = 0, class Rows>
 __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned target, unsigned panel_bytes,
                                             unsigned barrier, const Rows& rows, int head) {
@@ -54,7 +53,7 @@ __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned targe
   for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      // why: no document says whether a copy may lie before the first row altogether. After the last row it may.
+      // Boxes entirely before the first row are moved past the last one: only the latter are documented.
       Rows from = rows.from(box * kBoxRows);
       if (!kVarlen && kBoxes > 1 && from.row <= -kBoxRows) from.row = kPastTheEnd;
       load_box(target + panel * panel_bytes + box * kBoxRows * 128, map, barrier, panel * kPanelColumns, from, head);
@@ -62,7 +61,7 @@ __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned targe
   }
 }
 
-// Begins to store panels, in the bulk group at hand. One thread calls.
+// Issues the stores of panels in the current bulk group. One thread calls.
 template <int kPanels, class Rows>
 __device__ __forceinline__ void store_panels(const TensorMap& map, unsigned source, unsigned panel_bytes, int column,
                                              const Rows& rows, int head) {

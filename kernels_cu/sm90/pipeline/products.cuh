@@ -1,5 +1,5 @@
-// Products of tiles that lie in shared memory as panels, and their operands in registers. Products are only begun here:
-// whoever needs one waits for it.
+// wgmma products of tiles in shared-memory panels, and their register operands. These functions only issue products;
+// the caller waits for them.
 #pragma once
 #include "../../common/fragment.cuh"
 #include "../../common/swizzle.cuh"
@@ -7,13 +7,13 @@
 #include "../../ptx/wgmma.cuh"
 #include "panels.cuh"
 
-// This lane's address of a warp's 16 rows, which begin at `smem` in a panel, for ldmatrix and stmatrix.
+// Returns this lane's ldmatrix or stmatrix address of a warp's 16 rows, which begin at `smem` in a panel.
 __device__ __forceinline__ unsigned row_address(unsigned smem) {
   const int lane = fresh_thread() % 32;
   return smem + Swizzle<8>::offset(lane % 16, lane / 16);
 }
 
-// Loads the first kSteps steps of these rows, as products take them from registers.
+// Loads the first kSteps 16-column steps of these rows as register operands of wgmma.
 template <int kSteps, int kCount>
 __device__ __forceinline__ void load_rows(unsigned (&a)[kCount][4], unsigned row_address, unsigned panel_bytes) {
 #pragma unroll
@@ -22,7 +22,8 @@ __device__ __forceinline__ void load_rows(unsigned (&a)[kCount][4], unsigned row
   }
 }
 
-// Begins x = a bᵀ over kDim columns of tiles given by descriptors. The first kInRegisters steps of a are in registers.
+// Issues x = a bᵀ over kDim columns of the tiles behind two descriptors. The first kInRegisters steps of a are in
+// registers.
 template <int kDim, int kInRegisters, int kCount>
 __device__ __forceinline__ void issue_abt(float (&x)[kCount], const unsigned (*a_registers)[4],
                                           unsigned long long a_begin, unsigned a_panel_bytes,
@@ -41,7 +42,7 @@ __device__ __forceinline__ void issue_abt(float (&x)[kCount], const unsigned (*a
   wgmma_commit();
 }
 
-// Begins x += a b, or x = a b unless `accumulate`. a is in registers; the sum goes over the kRows rows of b.
+// Issues x += a b, or x = a b unless `accumulate`. a is in registers; the sum runs over the kRows rows of b.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void issue_ab(float (&x)[kColumns / 2], const unsigned (&a)[kRows / 4], unsigned b_smem,
                                          unsigned b_panel_bytes, bool accumulate = true) {

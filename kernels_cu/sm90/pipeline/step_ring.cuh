@@ -1,5 +1,5 @@
-// Steps of backward on Hopper under a mask_mod: one warp of a thread block knows those in which something is seen, and
-// pushes them to the others through a ring in shared memory.
+// The steps of backward on Hopper under a mask_mod. One warp of a thread block finds the visible tiles, and pushes them
+// to the other warps through a ring in shared memory.
 #pragma once
 #include "../../common/mask_tiles.cuh"
 #include "../../ptx/ldmatrix.cuh"
@@ -8,8 +8,7 @@
 
 static_assert(!kBlockSparse || !kVarlen, "tiles of the rows that are visible are not made of whole mask tiles");
 
-// A step, a tile and a query head; or the end of the steps of a block of keys, or of other rows. Or a block that
-// begins, whose number is in the place of the head.
+// An entry of the ring: a query head and a tile, an end marker, or a new key block (its index is in `head`).
 struct TileStep {
   int head;
   VisibleTile tile;
@@ -17,8 +16,8 @@ struct TileStep {
   __device__ __forceinline__ bool is_end() const { return tile.is_end(); }
 };
 
-// A warp's place in the ring. Unless block-sparse, nothing is pushed: each warp knows all steps. kReaders: warps that
-// pop.
+// A warp's view of the ring, which kReaders warps read. Unless block-sparse, nothing is pushed: each warp computes all
+// steps itself.
 template <bool kEnabled, int kReaders>
 struct StepRingOf {
   struct Ring {
@@ -32,7 +31,8 @@ struct StepRingOf {
 
 template <int kReaders>
 struct StepRingOf<true, kReaders> {
-  static constexpr int kSlots = 8;  // why so many: the semaphore warp of dq is ahead of the others; blocks take two
+  // The semaphore warp of dq runs ahead of the others, and each key block takes two more entries.
+  static constexpr int kSlots = 8;
 
   struct Ring {
     uint2 slots[kSlots];
@@ -46,12 +46,12 @@ struct StepRingOf<true, kReaders> {
     }
   };
 
-  unsigned ring;        // its address in shared memory
-  unsigned number = 0;  // of the step that is pushed or popped next
+  unsigned ring;        // address in shared memory
+  unsigned number = 0;  // index of the next step to push or pop
 
   __device__ __forceinline__ explicit StepRingOf(const Ring& in_memory) : ring(smem_address(&in_memory)) {}
 
-  // All lanes of the one warp call.
+  // Called by all lanes of the one writing warp.
   __device__ __forceinline__ void push(const TileStep& tile_step) {
     mbarrier_wait(empty(), (number / kSlots & 1) ^ 1);
     if (threadIdx.x % 32 == 0) {
@@ -62,8 +62,8 @@ struct StepRingOf<true, kReaders> {
     ++number;
   }
 
-  // All lanes of any other warp call. why one lane reads: L41. why it gives the place back after all have what it has
-  // read: L40.
+  // Called by all lanes of each reading warp. One lane reads (racecheck, L41), and releases the slot after the
+  // broadcast has used the data (L40).
   __device__ __forceinline__ TileStep pop() {
     mbarrier_wait(full(), number / kSlots & 1);
     unsigned head = 0, bits = 0;

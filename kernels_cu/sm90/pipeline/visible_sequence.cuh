@@ -1,12 +1,12 @@
-// Variable-length sequences in backward on Hopper: where their rows lie, as they are read from shared memory.
+// Variable-length sequences in backward on Hopper: where their rows lie, read from shared memory.
 #pragma once
 #include "../../common/visible_rows.cuh"
 #include "../../common/tile_range.cuh"
 #include "../../ptx/ldmatrix.cuh"
 #include "panels.cuh"
 
-// Rows from query or key `row` on. `at` is the address of VarlenMapRows of the first in shared memory. why read where
-// they are needed: L5.
+// Rows from query or key `row` on. `at` is the shared-memory address of the VarlenMapRows of row 0. They are read where
+// needed, as they would hold registers (L5).
 struct RowsInMemory {
   unsigned at;
   int row;
@@ -25,8 +25,8 @@ __device__ __forceinline__ VarlenBox boxed(const RowsInMemory& rows, int num_row
   return boxed(rows.read(), num_rows, columns);
 }
 
-// The same as a sequence, of which kernels ask what they ask of `Sequence`. `at` is the address of VisibleRows in
-// shared memory. why read again wherever it is needed: L5.
+// A sequence with the interface of `Sequence`. `at` is the shared-memory address of its VisibleRows. Members are read
+// again at each use, as they would hold registers (L5).
 struct VisibleSequence {
   unsigned at;
 
@@ -50,7 +50,7 @@ struct VisibleSequence {
 };
 static_assert(sizeof(VarlenMapRows) == 16, "VisibleSequence reads the members of VisibleRows from other places");
 
-// The tiles of keys, so many each, that all of these queries see, if all of these exist: no score of them is hidden.
+// Returns the tiles of `size` keys that all of these queries see entirely; none if some query is past the last one.
 __device__ __forceinline__ TileRange unmasked_tiles(const Mask& mask, Range queries, int size) {
   if (queries.end > mask.seqlen_q) return {0, 0};
   return TileRange::inside(mask.full_range(queries.begin, queries.end), size);

@@ -1,17 +1,17 @@
-// Work of variable-length sequences in backward on Hopper, which one warp of a thread block schedules to all warps that
-// have a share in it.
+// A ring of work tiles for variable-length sequences in backward on Hopper. One warp of a thread block schedules them
+// for all warps that use them.
 #pragma once
 #include "../../ptx/mbarrier.cuh"
 #include "visible_sequence.cuh"
 
-// A work tile: a block of a sequence that delta.cu has listed (portable/key_blocks.cuh), of a head.
+// A work tile: one head of a key or query block listed by delta.cu (portable/key_blocks.cuh).
 struct alignas(16) ScheduledBlock {
   VisibleBlock of;
-  int head;  // kNoWork once there is no more
+  int head;  // kNoWork at the end
   int share[3];
 };
 
-// A warp's place in a ring of such pieces in shared memory, which kReaders warps read.
+// A warp's view of a ring of work tiles in shared memory, which kReaders warps read.
 template <int kSlots, int kReaders>
 struct WorkRing {
   struct Ring {
@@ -26,15 +26,15 @@ struct WorkRing {
     }
   };
 
-  unsigned ring;            // the address of the ring in shared memory
-  unsigned number = kNone;  // of the work tile at hand, counted over this thread block
+  unsigned ring;            // address in shared memory
+  unsigned number = kNone;  // index of the current work tile in this thread block
 
   __device__ __forceinline__ explicit WorkRing(const Ring& in_memory) : ring(smem_address(&in_memory)) {}
 
   // Waits until work tile n may be pushed.
   __device__ __forceinline__ void wait_place(unsigned n) const { mbarrier_wait(empty(n), (n / kSlots & 1) ^ 1); }
 
-  // Pushes work tile n, or the end. One thread calls.
+  // Pushes work tile n, or the end marker. One thread calls.
   __device__ __forceinline__ void push(unsigned n, const void* list, int block,
                                        const unsigned (&head_and_share)[4]) const {
     st_shared_v4(slot(n) + kHeadOffset, head_and_share);
@@ -46,15 +46,15 @@ struct WorkRing {
     mbarrier_arrive(full(n));
   }
 
-  // Gives back the work tile at hand and goes on to the next one; false if there is none.
+  // Releases the current work tile and advances; returns false at the end.
   __device__ __forceinline__ bool go_on() {
-    if (number != kNone) mbarrier_arrive(empty(number));  // why every lane: L41
+    if (number != kNone) mbarrier_arrive(empty(number));  // every lane, for racecheck (L41)
     ++number;
     mbarrier_wait(full(number), number / kSlots & 1);
     return scheduled_head() != kNoWork;
   }
 
-  // Of the work tile at hand. why read again wherever it is needed: L5.
+  // Members of the current work tile. They are read again at each use, as they would hold registers (L5).
   __device__ __forceinline__ VisibleSequence sequence() const { return {slot(number)}; }
   __device__ __forceinline__ int scheduled_block() const { return ld_shared_u32(slot(number) + kBlockOffset); }
   __device__ __forceinline__ WholeSequence whole_sequence() const {
@@ -72,7 +72,8 @@ struct WorkRing {
 
  private:
   static constexpr unsigned kNone = ~0u, kHeadOffset = sizeof(VisibleBlock);
-  static constexpr unsigned kSeqlensOffset = 52, kBlockOffset = kListsSeqlens ? 72 : 52;  // of members of VisibleBlock
+  // Byte offsets in VisibleBlock.
+  static constexpr unsigned kSeqlensOffset = 52, kBlockOffset = kListsSeqlens ? 72 : 52;
   static constexpr int kNoWork = -1;
 
   __device__ __forceinline__ unsigned slot(unsigned n) const { return ring + n % kSlots * sizeof(ScheduledBlock); }

@@ -8,17 +8,18 @@
 #include "../config.cuh"
 
 constexpr int kNoWork = -1;
-constexpr int kVoid = -2;  // there is no more work, and the work tile before is void: its rows are not stored
+constexpr int kVoid = -2;  // end marker that also voids the work tile before it: its rows are not stored
 
-// What of a sequence the mods alone need: how many keys it has, seen or not.
+// The sequence length for mods: all keys, masked or not.
 template <bool kEnabled>
 struct UsedKeys {
   __device__ void set_used(const VarlenSequence&) {}
-  __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return 0; }  // not used
+  __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return 0; }  // unused in this variant
 };
 template <>
 struct UsedKeys<true> {
-  int used_keys[kDecode ? 4 : 1];  // the first. why more: pieces of decoding are compared as a whole
+  // Only element 0 is used. Decode fills up to 16 bytes, so that DecodeWork::is compares no padding.
+  int used_keys[kDecode ? 4 : 1];
 
   __device__ void set_used(const VarlenSequence& sequence) {
     used_keys[0] = sequence.seqlen_k();
@@ -28,9 +29,8 @@ struct UsedKeys<true> {
   __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return used_keys[0]; }
 };
 
-// If block-sparse, the key tiles of a query block are numbered over those that are seen, from the last one on to the
-// first, which is number 0. The warp that loads them finds them among all of the block, and writes their places in the
-// ring.
+// If block-sparse, a query block's key tiles are numbered over the visible ones; the first tile is number 0. The
+// loading warp finds them in `tiles`, and writes their indices to the ring.
 template <bool kEnabled>
 struct AllKeys {};
 template <>
@@ -38,7 +38,7 @@ struct AllKeys<true> {
   TileRange tiles;
 };
 
-// The key tiles of a query block that are seen.
+// Returns the visible key tiles of a query block.
 template <class Params, class AnyWork>
 __device__ __forceinline__ VisibleTiles<DescendingTiles, kBlockQ, kBlockK> visible_keys(const Params& params,
                                                                                         const AnyWork& work) {
@@ -46,8 +46,8 @@ __device__ __forceinline__ VisibleTiles<DescendingTiles, kBlockQ, kBlockK> visib
   return {DescendingTiles(work.tiles), params, work.sequence_idx(), work.head, rows, work.seqlen_k(params.problem)};
 }
 
-// Numbers the key tiles over those that are seen. All lanes of a warp call. why none without queries: they have no
-// mask tiles.
+// Renumbers the key tiles over the visible ones. All lanes of a warp call. Query blocks without queries have no mask
+// tiles.
 template <class Params, class AnyWork>
 __device__ __forceinline__ void number_visible(const Params& params, AnyWork& work) {
   if constexpr (kBlockSparse) {
@@ -57,9 +57,9 @@ __device__ __forceinline__ void number_visible(const Params& params, AnyWork& wo
   }
 }
 
-// A query block of a head. It has at least one key tile, if only to find that nothing is seen.
+// A query block of a head. It has at least one key tile, even if no key is visible.
 struct alignas(16) DenseQueryWork : AllKeys<kBlockSparse> {
-  int row_begin;  // kNoWork once there is no more
+  int row_begin;  // kNoWork at the end
   TileRange keys;
   int head, kv_head, batch;
 
@@ -81,19 +81,19 @@ struct alignas(16) DenseQueryWork : AllKeys<kBlockSparse> {
   __device__ __forceinline__ int seqlen_k(const ProblemParams& problem) const { return problem.seqlen_k; }
 };
 
-// A query block of a head, as `QueryWork` of sequences that are all alike, and what is known of its sequence.
+// A query block of a head of a variable-length sequence, with the data of that sequence.
 struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
   int row_begin;
   TileRange keys;
   int head, kv_head;
-  int number;  // of the sequence
+  int number;  // index of the sequence
   int q_batch, q_begin, seqlen_q;
   int num_rows;  // rows of the sequence, used or not
   int k_batch, k_begin;
-  int visible_begin, visible_end;  // the keys that some query sees; all others are read as zeros
+  int visible_begin, visible_end;  // keys that some query sees; all others are read as zeros
   int lo, hi;
 
-  // What of a sequence its kernels ask.
+  // The sequence, with the interface that kernels use.
   struct Sequence {
     const ProblemParams& problem;
     const VarlenQueryWork& work;
@@ -101,7 +101,7 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
     __device__ int seqlen_q() const { return work.seqlen_q; }
     __device__ Mask mask() const { return Mask(work.seqlen_q, work.visible_end, work.lo, work.hi); }
 
-    // Rows of lse, and perhaps of out, that are written. Those from seqlen_q on are not used.
+    // The end of the rows written to lse (and to out with zero_unused_rows). Rows from seqlen_q on are unused.
     __device__ int written_end() const { return work.num_rows; }
     __device__ long long lse_offset(int head) const {
       return (static_cast<long long>(work.q_batch) * problem.heads_q + head) * problem.rows_q + work.q_begin;
@@ -119,7 +119,7 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
     }
   };
 
-  // The queries of these rows of the block, and of a lane's row and the row 8 below it.
+  // The queries of rows begin … end - 1 of the block, and of a lane's two rows `row` and `row` + 8.
   __device__ __forceinline__ Range queries(const ProblemParams&, int begin, int end) const {
     return {row_begin + begin, row_begin + end};
   }
@@ -127,10 +127,10 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, *this}; }
-  // why not below 0: rows of no sequence ask the mods, too, and these may load by it.
+  // Never negative: mods may index arrays with it, even for rows of no sequence.
   __device__ __forceinline__ int sequence_idx() const { return const_max(number, 0); }
 
-  // What is known of the sequence whose rows are `row_slots`.
+  // Sets the data of a sequence whose rows are `row_slots`.
   __device__ __forceinline__ void set(const VarlenSequence& sequence, int sequence_number, Range row_slots) {
     const Range visible = sequence.visible_keys();
     number = sequence_number;
@@ -143,16 +143,16 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
   }
 };
 
-// A share (a split) of the keys of a query block. Its rows are those of all query heads of a kv head: row r is query
-// r / heads_per_kv of head r % heads_per_kv of the group. Its `head` is the kv head.
+// One split of the keys of a query block. Its rows hold all heads of a group: row r is query r / heads_per_kv of
+// head r % heads_per_kv of the group. `head` is the kv head.
 struct alignas(16) DecodeWork : VarlenQueryWork {
   int split, num_splits;  // of the query block
-  int first_slot;         // of the query block's splits, in memory
-  int block;              // the query block, among those that all sequences and kv heads may have
+  int first_slot;         // index of the query block's first split in partial_out and partial_sums
+  int block;              // index of the query block's counter in `arrivals`
 
   __device__ __forceinline__ bool exists() const { return row_begin >= 0; }
 
-  // Whether it is the same work tile.
+  // True if both are the same work tile.
   __device__ __forceinline__ bool is(const DecodeWork& other) const {
     int words[2][sizeof(DecodeWork) / 4];
     memcpy(words[0], this, sizeof(DecodeWork)), memcpy(words[1], &other, sizeof(DecodeWork));
