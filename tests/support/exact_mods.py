@@ -20,6 +20,7 @@ COUNTS = np.array([2**32 - 1, 0, 3, 4, 5, 2**32 - 6, 7, 2**31], np.uint32)
 BYTES = np.array([255, 0, 1, 200, 7, 90, 255, 3], np.uint8)
 HALVES = PLACES.astype(np.float16) / 2
 FLAGS = PLACES % 3 == 0
+SHIFTS = (5 * PLACES).astype(np.uint8)
 
 # By name, functions of b, h, q_idx and k_idx.
 MASKS: dict[str, Callable[..., Any]] = {
@@ -51,6 +52,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "minimum of times": lambda b, h, i, j: min(TIMES[i], TIMES[j]) + 1 > max(TIMES[j], 1.7e9),
     "integer days": lambda b, h, i, j: np.floor(DAYS[i] / 86_400) == np.floor(DAYS[j] / 86_400),
     "index of times": lambda b, h, i, j: BYTES[int(TIMES[i] - 1.7e9) // 20] > j,
+    "shift by bytes": lambda b, h, i, j: 1 << SHIFTS[j] > 3 * i << 24,
     "halves and flags": lambda b, h, i, j: (HALVES[i] + FLAGS[j] > j / 3) & ~FLAGS[i],
 }
 

@@ -134,7 +134,10 @@ def leaves_int64(op: str, args: list[Node]) -> bool:
     """
     if op not in GROWING or any(not each.type.is_integer and each.type != Type.BOOL for each in args):
         return False
-    return not is_inside(extent_of(op, args), Type.INT64) and not _has(args, _is_unbounded)
+    if is_inside(extent_of(op, args), Type.INT64) or _has(args, _is_unbounded):
+        return False
+    # why: nothing is known of captured numbers of bits, either, and 8 bits hold many that are too large.
+    return op != "left_shift" or not _has(args[1:], lambda x: x.op == "load")
 
 
 def _is_unbounded(x: Node) -> bool:
