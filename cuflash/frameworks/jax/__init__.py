@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...mods.tracing.operand import is_real
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
-from ...problem.foreign import refuse_foreign
+from ...problem.foreign import answers_foreign
 from ...problem.operands import Op, VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.problem import Problem
@@ -62,6 +62,7 @@ def attention(
     q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[AttentionOptions[Any]]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @static_keywords
+@answers_foreign
 def attention(
     q: Any,
     k: Any,
@@ -91,7 +92,6 @@ def attention(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
-    **foreign: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cuflash.forward` as a JAX function with gradients: it returns out, or (out, lse) with return_lse.
 
@@ -133,8 +133,6 @@ def attention(
     >>> jax.grad(lambda q: attention(q, k, v, causal=True).sum())(q).shape
     (2, 100, 4, 64)
     """
-    if foreign:
-        raise refuse_foreign(attention, foreign)
     varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
     named = {"q": q, "k": k, "v": v} | {name: x for name, x in varlen_args._asdict().items() if x is not None}
     options = Options(
@@ -158,6 +156,7 @@ def attention(
 
 
 @static_keywords
+@answers_foreign
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -228,6 +227,7 @@ def dot_product_attention(
 
 
 @static_keywords
+@answers_foreign
 def triangle_attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
 ) -> jax.Array:
@@ -249,6 +249,7 @@ def triangle_attention(
 
 
 @static_keywords
+@answers_foreign
 def ragged_paged_attention(
     q: Any,
     kv_pages: Any,

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from ...mods.tracing.operand import name_of_dtype
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
-from ...problem.foreign import refuse_foreign
+from ...problem.foreign import answers_foreign, refuse_foreign
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, VarlenArgs
 from ...problem.options import WindowSize, check_flag, is_zero, options_key
 from ...problem.signatures import CheckedOptions
@@ -70,6 +70,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[CheckedOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@answers_foreign
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -191,6 +192,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@answers_foreign
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -203,6 +205,7 @@ def flex_attention(
     kernel_options: Any = None,
     *,
     return_aux: Any = None,
+    **foreign: Never,
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention` on cuflash: its arguments, results, layout and gradients.
 
@@ -226,6 +229,8 @@ def flex_attention(
     >>> flex_attention(query, key, value, lambda score, b, h, q_idx, k_idx: score - abs(q_idx - k_idx)).shape
     torch.Size([2, 4, 100, 64])
     """
+    if foreign:
+        raise refuse_foreign(flex_attention, foreign)
     needs_lse = wants_lse(return_lse, return_aux)
     q, k, v, masks = arguments_of_flex(query, key, value, block_mask, enable_gqa, kernel_options, return_aux)
     out_axes = axes_of_out(query)
@@ -252,6 +257,7 @@ def _in_order(
     return out, lse
 
 
+@answers_foreign
 def triangle_attention(
     q: torch.Tensor,
     k: torch.Tensor,
