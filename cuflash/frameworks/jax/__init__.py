@@ -110,8 +110,8 @@ def attention(
     may be traced values of any transformation; those that score_mod loads from, bias and sinks have gradients. Where a
     function calls what cuflash has no name for, JAX traces it, and whole arrays that it computes are computed once.
     block_mask is made of JAX arrays, outside of jit; it is a pytree of them, so that new ones may be arguments of a
-    jitted function. dropout_p is static; dropout_seed, an int, a key of jax.random or two uint32, is not: equal seeds
-    drop the same weights.
+    jitted function. dropout_p is static. dropout_seed, an int, a key of jax.random, or an array of one integer or two
+    uint32, is not: equal seeds drop the same weights.
 
     Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
     They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
