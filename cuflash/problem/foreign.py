@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+Refusal = TypeVar("Refusal", bound=Exception)
 
 
 class Argument(NamedTuple):
@@ -184,6 +186,15 @@ def _phrases(keyword: str, names: Iterable[str]) -> str:
             present = [x.split() for x in argument.names if set(x.split()) <= set(names)]
             phrases += [f"{' and '.join(f'{x}=' for x in each)} {note}" for each in present]
     return "; or ".join(phrases)
+
+
+def renamed(error: Refusal, names: Mapping[str, str]) -> Refusal:
+    """Returns an error of a call with the caller's names of its arguments. names: from those of cuflash to these.
+
+    Parts of paths stay as they are.
+    """
+    text = re.sub(r"(?<![\w./\\])[a-z_]+(?![\w/\\]|\.py)", lambda match: names.get(match[0], match[0]), str(error))
+    return type(error)(text).with_traceback(error.__traceback__)
 
 
 def no_attribute(name: str, public: Iterable[str]) -> AttributeError:

@@ -118,7 +118,7 @@ def test_what_is_not_offered_is_refused_by_name() -> None:
         ({"attention_chunk": -4}, ProblemError, "attention_chunk=-4"),
         ({"leftpad_k": ones}, UnsupportedError, "leftpad_k was given"),
         ({"seqlens_rotary": ones}, UnsupportedError, "seqlens_rotary was given"),
-        ({"rotary_cos": q}, ProblemError, "rotary_cos was given, but not both of k and v"),
+        ({"rotary_cos": q}, ProblemError, "rotary_cos was given, but not both of k_new and v_new"),
         ({"seqused_k": ones.long()}, ProblemError, "seqused_k has dtype torch.int64"),
         ({"pack_gqa": 1}, ProblemError, "pack_gqa=1"),
     ):

@@ -14,7 +14,7 @@ from refusals import refused
 
 import cuflash
 from cuflash.problem import foreign
-from cuflash.problem.foreign import ARGUMENTS, FUNCTIONS, NEEDLESS, refuse_foreign
+from cuflash.problem.foreign import ARGUMENTS, FUNCTIONS, NEEDLESS, refuse_foreign, renamed
 from cuflash.units import kind_of, with_article
 
 X = np.zeros((1, 4, 2, 8), "f4")
@@ -190,3 +190,13 @@ def test_append_kv_names_missing_cu_seqlens() -> None:
     cache, used = np.zeros((2, 64, 2, 32), "f4"), np.zeros(2, "i4")
     with refused(cuflash.ProblemError, "k has shape", "with cu_seqlens_k"):
         cuflash.append_kv(cache, cache.copy(), PACKED, PACKED, used)
+
+
+def test_errors_are_renamed_word_by_word_and_paths_are_not() -> None:
+    names = {"k": "k_new", "k_cache": "k", "seqused_k": "cache_seqlens"}
+    text = "/home/k/q.py:3, C:\\k\\k.py: k and k_cache, of cu_seqlens_k, seqused_k[0]=3 and cuflash.k; give k."
+    expected = text.replace("k and k_cache", "k_new and k").replace("seqused_k[", "cache_seqlens[").replace(
+        "give k.", "give k_new.")  # fmt: skip
+    error = renamed(cuflash.UnsupportedError(text), names)
+    assert type(error) is cuflash.UnsupportedError
+    assert str(error) == expected

@@ -104,7 +104,8 @@ def _seed(seed: Any) -> Any:
         if seed.size == 1:
             seed = seed.item()
         else:
-            check_mod_array(DROPOUT_SEED, *[ArraySpec.contiguous(seed.shape, str(seed.dtype), library="jax")] * 2, {})
+            spec = ArraySpec.contiguous(seed.shape, str(seed.dtype), library="jax")
+            check_mod_array(DROPOUT_SEED, spec, spec, {})
     if (number := seed_number(seed, _SEEDS)) is not None:
         return jnp.asarray(np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32))
     if seed is None:

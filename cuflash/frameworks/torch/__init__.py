@@ -16,17 +16,18 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from ...errors import REFUSALS
 from ...mods.tracing.operand import name_of_dtype
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
-from ...problem.foreign import answers_foreign, refuse_foreign
+from ...problem.foreign import answers_foreign, refuse_foreign, renamed
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, VarlenArgs
 from ...problem.options import WindowSize, check_flag, is_zero, options_key
 from ...problem.signatures import CheckedOptions
 from ...runtime.call import run
 from . import mods, ops
 from .autograd import attend, plain_ops
-from .flex import arguments_of_flex, axes_of_out, ordered, results_of_flex, wants_lse
+from .flex import NAMES, arguments_of_flex, axes_of_out, ordered, results_of_flex, wants_lse
 from .mods import check_seed
 from .tensors import (
     autocast,
@@ -233,14 +234,17 @@ def flex_attention(
         raise refuse_foreign(flex_attention, foreign)
     needs_lse = wants_lse(return_lse, return_aux)
     q, k, v, masks = arguments_of_flex(query, key, value, block_mask, enable_gqa, kernel_options, return_aux)
-    out_axes = axes_of_out(query)
-    is_op = score_mod is None and not masks and bool(_recorded() or becomes_an_op())
-    if out_axes and not is_op:
-        out, lse = _in_order(out_axes, q, k, v, scale, ModArgs(score_mod, **masks))
-    else:
-        results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=needs_lse, **masks)
-        out, lse = results if needs_lse else (results, None)
-        out = ordered(out, out_axes) if out_axes else out  # the op's out has no other order
+    try:
+        out_axes = axes_of_out(query)
+        is_op = score_mod is None and not masks and bool(_recorded() or becomes_an_op())
+        if out_axes and not is_op:
+            out, lse = _in_order(out_axes, q, k, v, scale, ModArgs(score_mod, **masks))
+        else:
+            results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=needs_lse, **masks)
+            out, lse = results if needs_lse else (results, None)
+            out = ordered(out, out_axes) if out_axes else out  # the op's out has no other order
+    except REFUSALS as error:
+        raise renamed(error, NAMES) from error.__cause__
     return results_of_flex(out.transpose(1, 2), lse if needs_lse else None, return_lse, return_aux)
 
 
