@@ -95,7 +95,9 @@ def test_out_is_written_and_must_fit() -> None:
     assert result is out
     assert_results((q, k, v), out)
     for wrong in (out[:, :3], out.half()):
-        with pytest.raises(ProblemError, match=r"out_ has shape .*give \(2, 9, 4, 16\) and torch.float32"):
+        with pytest.raises(
+            ProblemError, match=r"out_ has shape .*give torch.float32 on cpu in shape \(2, 9, 4, 16\): \(batch"
+        ):
             fa3._flash_attn_forward(q, k, v, out_=wrong)
 
 

@@ -87,6 +87,29 @@ def test_errors_have_the_names_of_the_caller(name: str) -> None:
         function(**arguments)
 
 
+AXES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
+    "alibi_slopes": (fa2.flash_attn_func, (Q, CACHE, CACHE), {"alibi_slopes": torch.zeros(3)},
+                     "in shape (4,) or (2, 4): (heads_q,) or (batch, heads_q)"),
+    "out_": (fa3._flash_attn_forward, (Q, CACHE, CACHE), {"out_": Q[0]},
+             "give torch.float32 on cpu in shape (2, 1, 4, 16): (batch, seqlen, heads, head_dim), or None"),
+    "packed out_": (fa3._flash_attn_forward, (Q[:, 0], CACHE, CACHE), {"out_": Q, "cu_seqlens_q": BOUNDS},
+                    "in shape (2, 4, 16): (total, heads, head_dim), or None"),
+    "dk": (fa3._flash_attn_backward, (Q, Q, CACHE, CACHE, Q, torch.zeros(2, 4, 1)), {"dk": Q},
+           "in shape (2, 24, 2, 16): (batch, seqlen, heads, head_dim), or None"),
+    "out": (fa3.flash_attn_combine, (torch.zeros(3, 2, 1, 4, 16), torch.zeros(3, 2, 1, 4)), {"out": Q[0]},
+            "in shape (2, 1, 4, 16): (batch, seqlen, heads, head_dim), or None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_shapes_in_errors_have_the_names_of_their_axes(name: str) -> None:
+    function, arrays, keywords, text = AXES[name]
+    with refused(
+        ProblemError, f"{name.rpartition(' ')[2]} has shape {tuple(*[x.shape for x in keywords.values()][:1])}", text
+    ):
+        function(*arrays, **keywords)
+
+
 def test_a_missing_row_of_a_sequence_without_keys_is_no_error() -> None:
     arguments = OVER_PAGES | ROWS | {"cache_seqlens": int32(0, 9), "cache_batch_idx": int32(-1, 1)}
     out = fa3.flash_attn_with_kvcache(**arguments)

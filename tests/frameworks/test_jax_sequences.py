@@ -256,6 +256,19 @@ def test_lengths_of_dot_product_attention_are_judged_by_their_names() -> None:
 def test_errors_of_functions_of_jax_have_their_names() -> None:
     x, more = jnp.zeros((2, 5, 4, 8)), pages()
     for call, text in (
+        (
+            lambda: dot_product_attention(x, x, x, query_seq_lengths=jnp.ones(3, "int32")),
+            "give int32 of shape (2,): (B,)",
+        ),
+        (
+            lambda: ragged_paged_attention(**more | {"kv_lens": jnp.ones(3, "int32")}),
+            "kv_lens is int32 of shape (3,); give int32 of shape (5,): (max_num_seqs,)",
+        ),
+        (lambda: ragged_paged_attention(**more | {"cu_q_lens": jnp.ones(3, "int32")}), "(6,): (max_num_seqs + 1,)"),
+        (
+            lambda: ragged_paged_attention(**more | {"page_indices": jnp.ones((5, 2))}),
+            "): (max_num_seqs, pages_per_seq)",
+        ),
         (lambda: dot_product_attention(x, x[..., :6], x), "key has head_dim 6, but query has 8; query and key must"),
         (lambda: dot_product_attention(x, x, x[:, :4]), "value has seqlen 4"),
         (lambda: ragged_paged_attention(**more, soft_cap=-1.0), "soft_cap=-1.0 is not positive"),

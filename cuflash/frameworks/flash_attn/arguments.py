@@ -25,10 +25,8 @@ from ..torch.varlen import check_integers, paged_or_packed
 NAMES_2 = {"page_table": "block_table"}
 NAMES_3, NAMES_4 = {"sinks": "s_aux"}, {"sinks": "learnable_sink"}
 FROM_BOUNDS = {"seqused_k": "cu_seqlens_k.diff()"}
-_SHAPES = {
-    3: "(total, heads, head_dim)",
-    4: "(batch, seqlen, heads, head_dim), and of a cache (num_pages, page_size, heads, head_dim) too",
-}
+_AXES = {3: "(total, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
+_SHAPES = _AXES | {4: f"{_AXES[4]}, and of a cache (num_pages, page_size, heads, head_dim) too"}
 
 
 def attend(
@@ -224,11 +222,12 @@ def check_out(name: str, out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_fits(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises unless a tensor for a result has its shape, dtype and device."""
+    """Raises unless a tensor for a result, or a gradient, has its shape, dtype and device."""
     if (out.shape, out.dtype, out.device) != (shape, dtype, device):
+        axes = f": {_AXES[len(shape)]}" if len(shape) in _AXES else ""
         raise ProblemError(
-            f"{name} has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {shape} and {dtype} on "
-            f"{device}, or None"
+            f"{name} has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {dtype} on {device} in "
+            f"shape {tuple(shape)}{axes}, or None"
         )
 
 

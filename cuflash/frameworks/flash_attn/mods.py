@@ -98,8 +98,8 @@ def _slopes(slopes: Any, q: Any, cu_seqlens_q: Any) -> torch.Tensor:
     heads = q.shape[-2] if q.ndim > 1 else 1
     if slopes.dtype != torch.float32 or slopes.shape not in ((heads,), (batch, heads)):
         raise ProblemError(
-            f"alibi_slopes has shape {tuple(slopes.shape)} and dtype {slopes.dtype}; give ({heads},) or "
-            f"({batch}, {heads}), heads of q, and torch.float32"
+            f"alibi_slopes has shape {tuple(slopes.shape)} and dtype {slopes.dtype}; give torch.float32 in "
+            f"shape ({heads},) or ({batch}, {heads}): (heads_q,) or (batch, heads_q)"
         )
     result: torch.Tensor = slopes
     return result

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...errors import REFUSALS, ProblemError
+from ...errors import REFUSALS
 from ...ops.backward import backward
 from ...problem.foreign import renamed
 from ...problem.options import check_flag
@@ -24,7 +24,7 @@ from ..torch import check_tensor
 from ..torch.ops import backward_by_op
 from ..torch.tensors import becomes_an_op, disabled
 from ..torch.varlen import check_integers, paged_or_packed
-from .arguments import FROM_BOUNDS, NAMES_2, attend, bounds_to_host, cap_of, refuse_leftpad, window_of
+from .arguments import FROM_BOUNDS, NAMES_2, attend, bounds_to_host, cap_of, check_fits, refuse_leftpad, window_of
 from .mods import attend_with_weights, v2_mod_kwargs
 
 _mod_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
@@ -219,11 +219,7 @@ def write_gradients(
     for name, target, like in zip(("dq", "dk", "dv"), targets, (q, k, v), strict=True):
         if target is not None:
             check_tensor(name, target)
-            if (target.shape, target.dtype, target.device) != (like.shape, like.dtype, like.device):
-                raise ProblemError(
-                    f"{name} has shape {tuple(target.shape)} and dtype {target.dtype} on {target.device}; give "
-                    f"{tuple(like.shape)} and {like.dtype} on {like.device}, or None"
-                )
+            check_fits(name, target, like.shape, like.dtype, like.device)
     bounds_to_host(sequences)
     keywords = {
         "softmax_scale": softmax_scale,

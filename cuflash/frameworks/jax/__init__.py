@@ -205,7 +205,7 @@ def dot_product_attention(
     with_lse = check_flag("return_residual", return_residual)
     batch = (arrays[0].shape[0] if arrays[0].ndim == 4 else 1,)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    used = [None if x is None else integers(name, as_jax(name, x), batch) for name, x in lengths.items()]
+    used = [None if x is None else integers(name, as_jax(name, x), batch, "(B,)") for name, x in lengths.items()]
     of_scores = *batch, arrays[0].shape[-2], arrays[0].shape[-3], arrays[1].shape[-3]
     bias, mask = bias_or_mask("bias", bias, of_scores), bias_or_mask("mask", mask, of_scores)
     out = attention(
@@ -300,13 +300,14 @@ def ragged_paged_attention(
             f"q has shape {q.shape} and kv_pages {kv_pages.shape}; give (tokens, num_q_heads, head_dim) and (pages, "
             "page_size, 2 * num_kv_heads, head_dim)"
         )
+    places = "(max_num_seqs, pages_per_seq)"
     if page_indices.ndim != 2:
-        raise ProblemError(f"page_indices has shape {page_indices.shape}; give (max_num_seqs, pages_per_seq)")
+        raise ProblemError(f"page_indices has shape {page_indices.shape}; give {places}")
     most = page_indices.shape[0]
-    kv_lens = integers("kv_lens", kv_lens, (most,))
-    page_indices = integers("page_indices", page_indices, page_indices.shape)
-    cu_q_lens = integers("cu_q_lens", cu_q_lens, (most + 1,))
-    num_seqs = integers("num_seqs", num_seqs, (1,))
+    kv_lens = integers("kv_lens", kv_lens, (most,), "(max_num_seqs,), rows of page_indices")
+    page_indices = integers("page_indices", page_indices, page_indices.shape, places)
+    cu_q_lens = integers("cu_q_lens", cu_q_lens, (most + 1,), "(max_num_seqs + 1,)")
+    num_seqs = integers("num_seqs", num_seqs, (1,), "one number of sequences")
     if sliding_window is not None and check_integer("sliding_window", sliding_window) < 1:
         raise ProblemError(f"sliding_window={sliding_window}; give how many keys a query sees, 1 or more, or None")
     if mask_value is not None and not (is_real(mask_value) and mask_value <= -1e4):

@@ -64,10 +64,10 @@ def _is_traced(value: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
 
 
-def integers(name: str, array: Any, shape: Shape) -> Any:
-    """An int32 array of this shape."""
+def integers(name: str, array: Any, shape: Shape, axes: str) -> Any:
+    """An int32 array of this shape. axes: the names of its axes."""
     if array.shape != shape or array.dtype != INTEGERS:
-        raise ProblemError(f"{name} is {array.dtype} of shape {array.shape}; give {INTEGERS} of shape {shape}")
+        raise ProblemError(f"{name} is {array.dtype} of shape {array.shape}; give {INTEGERS} of shape {shape}: {axes}")
     return array
 
 
