@@ -13,6 +13,9 @@ class CompileError(RuntimeError):
     """NVRTC refused a kernel. The message holds the compiler's log, the variant's name and where the source is."""
 
 
+REFUSALS = ProblemError, UnsupportedError
+
+
 # why not the extras of cuflash, which install the same: they go with the path or the URL that cuflash came from.
 INSTALL_HINT = (
     'pip install "cupy-cuda13x>=14.0" "nvidia-cuda-nvrtc>=13.0,<14" "nvidia-cuda-runtime>=13.0,<14" "ml_dtypes>=0.5"; '
