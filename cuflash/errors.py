@@ -13,6 +13,9 @@ class CompileError(RuntimeError):
     """A kernel that NVRTC refused. The message has the compiler's log, the variant's name and the source's path."""
 
 
+REFUSALS = ProblemError, UnsupportedError
+
+
 # The packages are listed because the extras cuflash[cuda12] and cuflash[cuda13], which install the same, need the path
 # or URL from which cuflash was installed.
 INSTALL_HINT = (

@@ -58,7 +58,10 @@ class TorchLibrary(GpuLibrary):
                 "cuflash.frameworks.torch.attention, or detach it, or call under torch.no_grad()"
             )
         if array.is_cuda and array.is_neg():
-            raise UnsupportedError(f"{name} is a view that is yet to be negated; give {name}.resolve_neg()")
+            raise UnsupportedError(
+                f"{name} is a view that is yet to be negated; give {name}.resolve_neg(), which is a copy, or for "
+                "results a plain tensor"
+            )
         dtype = self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")
         device = f"cuda:{array.get_device()}" if array.is_cuda else str(array.device)
         return ArraySpec(tuple(array.shape), tuple(array.stride()), dtype, device, self.name)
@@ -90,7 +93,10 @@ class TorchLibrary(GpuLibrary):
 
     def check_writable(self, name: str, array: Any, otherwise: str = "") -> None:
         if array.is_neg() and array.numel():
-            raise ProblemError(f"{name} is a view that is yet to be negated, which cannot be written to{otherwise}")
+            raise ProblemError(
+                f"{name} is a view that is yet to be negated, which cannot be written to; give a plain tensor"
+                f"{otherwise}"
+            )
 
     def seed(self, number: int, like: Any) -> Any:
         # torch.full: unlike a copy from the host, it can be captured in a CUDA graph and does not synchronize.

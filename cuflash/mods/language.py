@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .graph.graph import variable
 from .graph.simplify import build
 from .tracing.branches import is_tracing
@@ -72,8 +74,10 @@ def function(name: str) -> Any:
     """Returns the function of a name, for traced values and for numbers."""
 
     def scalar_function(*arguments: Any) -> Any:
-        node = call(name, arguments, {}, "cuflash")
-        return TracedScalar(node) if any(isinstance(each, Operand) for each in arguments) else node.value
+        if any(isinstance(each, Operand) for each in arguments):
+            return TracedScalar(call(name, arguments, {}, "cuflash"))
+        numbers = [each.item() if isinstance(each, np.generic) else each for each in arguments]
+        return call(name, numbers, {}, "cuflash").value
 
     scalar_function.__name__ = scalar_function.__qualname__ = name
     scalar_function.__doc__ = f"{name} of traced values, or of numbers."

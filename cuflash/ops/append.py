@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Never, Unpack, overload
 
-from ..problem.foreign import refuse_foreign
+from ..problem.foreign import answers_foreign, refuse_foreign
 from ..problem.operands import APPEND_KV
 from ..problem.options import Array, options_key
 from ..problem.signatures import AppendOptions
@@ -27,6 +27,7 @@ def append_kv(
 def append_kv(
     k_cache: Array, v_cache: Array, k: Array, v: Array, seqused_k: Any, *, q: Array, **options: Unpack[AppendOptions]
 ) -> Array: ...
+@answers_foreign
 def append_kv(
     k_cache: Array,
     v_cache: Array,

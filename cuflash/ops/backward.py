@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Never, Unpack, overload
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.foreign import refuse_foreign
+from ..problem.foreign import answers_foreign, refuse_foreign
 from ..problem.operands import BACKWARD, VARLEN_OPS
 from ..problem.options import Array, WindowSize, is_zero, options_key
 from ..problem.signatures import BackwardOptions
@@ -41,6 +41,7 @@ def backward(
     captured_grads: Sequence[Any],
     **options: Unpack[BackwardOptions],
 ) -> tuple[Array, Array, Array, tuple[Any, ...]]: ...
+@answers_foreign
 def backward(
     dout: Array,
     q: Array,

@@ -11,6 +11,7 @@ from ..errors import ProblemError
 from ..mods.graph.graph import Graph
 from ..mods.tracing.trace import trace
 from ..problem.block_mask import check_sizes
+from ..problem.foreign import answers_foreign
 from ..problem.mod_spec import make_mod_spec
 from ..problem.operands import Sizes, VarlenArgs, block_mask_op
 from ..problem.options import options_key
@@ -85,6 +86,7 @@ def _count(varlen: VarlenArgs) -> int:
     return 0 if used is None else int(used.shape[0])
 
 
+@answers_foreign
 def create_block_mask(
     mask_mod: Callable[..., Any],
     batch: int,

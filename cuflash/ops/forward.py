@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Never, Unpack, overload
 
-from ..problem.foreign import refuse_foreign
+from ..problem.foreign import answers_foreign, refuse_foreign
 from ..problem.operands import FORWARD, VARLEN_OPS, VarlenArgs
 from ..problem.options import Algorithm, Array, OutDtype, WindowSize, check_flag, is_zero, options_key
 from ..problem.signatures import ForwardOptions
@@ -26,6 +26,7 @@ def forward(
 def forward(
     q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[ForwardOptions]
 ) -> Array | tuple[Array, Array]: ...
+@answers_foreign
 def forward(
     q: Array,
     k: Array,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Never
 
-from ..problem.foreign import refuse_foreign
+from ..problem.foreign import answers_foreign, refuse_foreign
 from ..problem.operands import LSE_ONLY, VARLEN_OPS, VarlenArgs
 from ..problem.options import Array, WindowSize, options_key
 from ..runtime.call import run
@@ -12,6 +12,7 @@ from ..runtime.device_integers import check_on_device
 from .mods import ModArgs, VarlenInputs, resolve_mods
 
 
+@answers_foreign
 def lse(
     q: Array,
     k: Array,

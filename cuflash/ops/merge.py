@@ -9,6 +9,7 @@ from ..arrays.find import libraries_of
 from ..arrays.operands import specs_of
 from ..errors import ProblemError
 from ..planning.merge import MAX_STATES
+from ..problem.foreign import answers_foreign
 from ..problem.operands import merge_op
 from ..problem.options import Array, Options, options_key
 from ..problem.validate import validated
@@ -16,6 +17,7 @@ from ..runtime.call import run
 from ..units import kind_of
 
 
+@answers_foreign
 def merge_states(outs: Iterable[Array], lses: Iterable[Any]) -> tuple[Array, Array]:
     """(out, lse) of attention over the union of disjoint key sets, from the state over each: FLASH-D's blend.
 

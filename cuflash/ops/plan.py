@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Never
+from typing import Any
 
 from ..arrays.find import library_of
 from ..arrays.library import GpuLibrary
@@ -16,7 +16,7 @@ from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
 from ..problem.checks import check_output
 from ..problem.dtypes import check_dtype, named_dtype
-from ..problem.foreign import refuse_foreign
+from ..problem.foreign import answers_foreign
 from ..problem.mod_arrays import check_mod_array
 from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs
 from ..problem.options import (
@@ -38,6 +38,7 @@ from .mods import ModArgs, Shaped, resolve_mods
 SHAPES = (tuple, list)  # of integers, which stand for arrays
 
 
+@answers_foreign
 def plan(
     q: Any,
     k: Any,
@@ -73,7 +74,6 @@ def plan(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     captured_grads: Sequence[Any] | None = None,
-    **foreign: Never,
 ) -> Plan:
     """Kernels, tiles, grids and memory of a call; print it, read its fields, compare it, pickle it or copy it.
 
@@ -98,8 +98,6 @@ def plan(
     memory     out 32 MiB, lse 512 KiB, workspace 0 B
     work       137 GFLOP
     """
-    if foreign:
-        raise refuse_foreign(plan, foreign)
     if not isinstance(op, str) or op not in OPS:
         raise ProblemError(f"op={op!r} is not known; give one of {', '.join(OPS)}")
     if op == "lse" and v is not None:

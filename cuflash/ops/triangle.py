@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Never
+from typing import Any
 
 from ..arrays.find import library_of
 from ..errors import ProblemError
 from ..problem.dtypes import DTYPES
-from ..problem.foreign import refuse_foreign
+from ..problem.foreign import answers_foreign
 from ..problem.options import Array
 from .forward import forward
 
 LAYOUT = "(batch, rows, heads, seqlen, head_dim)"
 
 
+@answers_foreign
 def triangle_attention(
     q: Array,
     k: Array,
@@ -23,7 +24,6 @@ def triangle_attention(
     mask: Any = None,
     *,
     softmax_scale: float | None = None,
-    **foreign: Never,
 ) -> Array:
     """Attention inside each row of a matrix, `softmax(mask(softmax_scale q kᵀ + bias)) v`, with one bias for all rows.
 
@@ -43,8 +43,6 @@ def triangle_attention(
 
     Source: AlphaFold 2 (doi 10.1038/s41586-021-03819-2), supplement, algorithm 13.
     """
-    if foreign:
-        raise refuse_foreign(triangle_attention, foreign)
     out: Array = attended(forward, _dtype, _numbers, q, k, v, bias, mask, softmax_scale)
     return out
 

@@ -3,60 +3,97 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-_SCALE = "softmax_scale= (default 1/sqrt(head_dim))"
-_MASK = "mask_mod= (a function of b, h, q_idx, k_idx) for masks, or bias= for an array, bool (True is seen) or added"
-_PADDING = "seqused_k= (how many keys of each sequence are used), or cu_seqlens_q= and cu_seqlens_k= for packed rows"
-_WINDOW = "window_size= (left, right), the keys beside the diagonal"
-_SOFTCAP = "softcap= (0.0 for none)"
-_LSE = "return_lse=True for (out, lse)"
-_PAGES = "page_table= (batch, max_pages) in int32, with seqused_k="
-_SINKS = "sinks= (heads_q,)"
-_BIAS = "bias= (broadcastable to batch, heads_q, seqlen_q, seqlen_k)"
-_SEED = "dropout_seed= (an integer or an array of one)"
-_CU_SEQLENS_Q = "cu_seqlens_q= (batch + 1,)"
-_BOTH = "{0}_q= and {0}_k="
+Call = TypeVar("Call", bound=Callable[..., Any])
+Refusal = TypeVar("Refusal", bound=Exception)
+
+
+class Argument(NamedTuple):
+    """An argument under all of its names. `names` are those of functions of cuflash, `foreign` those of others.
+
+    A name such as "cu_seqlens_q cu_seqlens_k" is two arguments that stand for it together. unless: a parameter of
+    functions in which another argument stands for those names.
+    """
+
+    names: tuple[str, ...]
+    foreign: str
+    note: str
+    unless: str = ""
+
+
+_MASKS = "attn_mask attention_mask mask custom_mask key_padding_mask padding_mask src_key_padding_mask"
+_PADDING = "key_padding_mask padding_mask src_key_padding_mask"
 # Keywords of PyTorch, flash-attn, xformers, transformers, JAX, Triton, FlashInfer, vLLM, cuDNN and SageAttention.
-KEYWORDS = {
-    "is_causal": "causal= (True or False)",
-    "causal_mask": "causal= (True or False)",
-    **dict.fromkeys(("scale", "sm_scale", "softmax_factor", "scaling", "qk_scale", "attn_scale"), _SCALE),
-    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "custom_mask"), _MASK),
-    **dict.fromkeys(("attn_bias", "ab", "position_bias"), _BIAS),
-    **dict.fromkeys(("key_padding_mask", "padding_mask", "src_key_padding_mask"), f"{_PADDING}, or {_MASK}"),
-    **dict.fromkeys(("dropout", "p", "attention_dropout", "p_dropout"), "dropout_p= (the share to drop)"),
-    **dict.fromkeys(("seed", "philox_seed", "rng_state", "dropout_rng"), _SEED),
-    **dict.fromkeys(("enable_gqa", "num_kv_heads", "n_rep"), "nothing: heads_q may be any multiple of heads_kv"),
-    **dict.fromkeys(("sliding_window", "window", "local_window_size", "window_left", "window_size_left",
-                     "window_size_right"), _WINDOW),
-    **dict.fromkeys(("logits_soft_cap", "logits_softcap", "soft_cap", "attn_logit_softcapping", "logit_soft_cap",
-                     "attn_softcap"), _SOFTCAP),
-    **dict.fromkeys(("return_attn_probs", "return_softmax", "return_softmax_lse", "return_aux", "need_weights",
-                     "output_attentions", "return_residual"), f"{_LSE}; the weights themselves are not kept"),
-    **dict.fromkeys(("block_table", "block_tables", "page_indices"), _PAGES),
-    **dict.fromkeys(("cache_seqlens", "kv_lens", "context_lens", "seqlens_k", "seq_lens", "key_value_seq_lengths",
-                     "kv_seqlens"), "seqused_k= (batch,) in int32"),
-    **dict.fromkeys(("query_seq_lengths", "q_seqlens", "seqlens_q"), "seqused_q= (batch,) in int32"),
-    **dict.fromkeys(("cu_seqlens", "cu_seq_lens"), _BOTH.format("cu_seqlens")),
-    **dict.fromkeys(("cu_seqlens_kv", "cu_seq_k", "cu_seqlen_k", "cu_seq_lens_k"), "cu_seqlens_k= (batch + 1,)"),
-    **dict.fromkeys(("cu_seq_q", "cu_seqlen_q", "cu_seq_lens_q", "qo_indptr", "cu_q_lens"), _CU_SEQLENS_Q),
-    **dict.fromkeys(("max_seqlen", "max_seq_len"), _BOTH.format("max_seqlen")),
-    **dict.fromkeys(("max_seqlen_kv", "max_k", "max_length_k", "max_seq_len_k"), "max_seqlen_k="),
-    **dict.fromkeys(("max_q", "max_length_q", "max_seq_len_q"), "max_seqlen_q="),
-    **dict.fromkeys(("s_aux", "sink", "learnable_sink", "attention_sinks"), _SINKS),
-    **dict.fromkeys(("alibi_slopes", "use_alibi"), "score_mod=cuflash.mods.alibi(heads)"),
-    **dict.fromkeys(("segment_ids", "document_ids"), "mask_mod=cuflash.mods.segments(ids), or packed rows"),
-    **dict.fromkeys(("layout", "tensor_layout", "qkv_layout", "input_layout"),
-                    "nothing: arrays are (batch, seqlen, heads, head_dim), of any strides, so transpose as a view"),
+ARGUMENTS = (
+    Argument(("q", "query"), "queries Q", "an array"),
+    Argument(("k", "key"), "keys K", "an array"),
+    Argument(("v", "value"), "values V", "an array"),
+    Argument(("causal", "is_causal"), "causal_mask", "True or False"),
+    Argument(("softmax_scale", "scale", "sm_scale"), "softmax_factor scaling qk_scale attn_scale",
+             "default 1/sqrt(head_dim)"),
+    Argument(("seqused_k", "key_value_seq_lengths", "kv_lens"), "cache_seqlens context_lens seqlens_k seq_lens "
+             f"kv_seqlens {_PADDING}", "(batch,) in int32, how many keys of each sequence are used"),
+    Argument(("cu_seqlens_q cu_seqlens_k",), f"cu_seqlens cu_seq_lens {_PADDING}", "(batch + 1,) in int32, for packed "
+             "rows"),
+    Argument(("mask_mod",), f"{_MASKS} segment_ids document_ids", "a function of b, h, q_idx, k_idx, as of "
+             "cuflash.mods"),
+    Argument(("bias",), "attn_bias ab position_bias", "floats that are added to the scores"),
+    Argument(("bias",), _MASKS, "bools, True for keys that are seen, or floats that are added", unless="mask"),
+    Argument(("mask",), _MASKS, "bools, True for keys that are seen"),
+    Argument(("block_mask",), f"{_MASKS} segment_ids document_ids", "of create_block_mask", unless="mask_mod"),
+    Argument(("block_mask",), "block_sparse_tensors", "of create_block_mask"),
+    Argument(("dropout_p",), "dropout p attention_dropout p_dropout", "the share to drop"),
+    Argument(("dropout_seed",), "seed philox_seed rng_state dropout_rng", "an integer or an array of one"),
+    Argument(("window_size", "local_window_size", "sliding_window"), "window window_left window_size_left "
+             "window_size_right", "the keys beside the diagonal"),
+    Argument(("softcap", "soft_cap"), "logits_soft_cap logits_softcap attn_logit_softcapping logit_soft_cap "
+             "attn_softcap", "a number"),
+    Argument(("return_lse", "return_residual", "return_aux"), "return_attn_probs return_softmax return_softmax_lse "
+             "need_weights output_attentions", "for lse beside out; no call returns the weights"),
+    Argument(("page_table", "page_indices"), "block_table block_tables", "(batch, max_pages) in int32"),
+    Argument(("seqused_q", "query_seq_lengths"), "q_seqlens seqlens_q", "(batch,) in int32"),
+    Argument(("cu_seqlens_k",), "cu_seqlens_kv cu_seq_k cu_seqlen_k cu_seq_lens_k kv_indptr cu_seqlens_k_new",
+             "(batch + 1,) in int32"),
+    Argument(("cu_seqlens_q", "cu_q_lens"), "cu_seq_q cu_seqlen_q cu_seq_lens_q qo_indptr", "(batch + 1,) in int32"),
+    Argument(("max_seqlen_q max_seqlen_k",), "max_seqlen max_seq_len", "bounds on the lengths"),
+    Argument(("max_seqlen_k",), "max_seqlen_kv max_k max_length_k max_seq_len_k", "a bound on the lengths"),
+    Argument(("max_seqlen_q",), "max_q max_length_q max_seq_len_q", "a bound on the lengths"),
+    Argument(("sinks",), "s_aux sink learnable_sink attention_sinks", "(heads_q,)"),
+    Argument(("score_mod",), "alibi_slopes use_alibi", "a function, such as cuflash.mods.alibi(heads)"),
+    Argument(("lse",), "softmax_lse logsumexp", "(batch, heads_q, seqlen_q)"),
+    Argument(("dout",), "do grad_out grad_output", "in the shape of out"),
+    Argument(("grads_out",), "dq dk dv", "(dq, dk, dv), arrays to write to"),
+    Argument(("cache_batch_idx",), "kv_batch_idx", "(batch,) in int32"),
+    Argument(("rotary_cos",), "cos", "(positions, rotary_dim / 2)"),
+    Argument(("rotary_sin",), "sin", "(positions, rotary_dim / 2)"),
+    Argument(("rotary_interleaved",), "interleaved is_neox", "True for pairs of neighbours"),
+    Argument(("k_cache",), "key_cache", "(batch, capacity, heads, head_dim), or pages"),
+    Argument(("v_cache",), "value_cache", "(batch, capacity, heads, head_dim), or pages"),
+    Argument(("batch",), "B batch_size", "an integer"),
+    Argument(("heads",), "H num_heads n_heads nheads", "an integer"),
+    Argument(("seqlen_q",), "Q_LEN q_len", "an integer"),
+    Argument(("seqlen_k",), "KV_LEN kv_len k_len", "an integer"),
+    Argument(("like",), "device", "an array on that device"),
+    Argument(("out",), "output out_", "an array to write to"),
+    Argument(("outs",), "out_partial v_a v_b s_out prefix_output suffix_output output v", "the outs of all parts"),
+    Argument(("lses",), "lse_partial s_a s_b prefix_lse suffix_lse output_lse s", "the lses of all parts"),
+)  # fmt: skip
+# Keywords that nothing stands for, in any function, and why.
+NEEDLESS = {
+    **dict.fromkeys(("enable_gqa", "num_kv_heads", "n_rep"), "heads_q may be any multiple of heads_kv"),
+    **dict.fromkeys(("layout", "tensor_layout", "qkv_layout", "input_layout", "kv_layout"),
+                    "help() of the function has the axes; arrays of any strides do, so transpose as a view"),
     **dict.fromkeys(("kernel_options", "pack_gqa", "sm_margin", "scheduler_metadata", "backend", "implementation"),
-                    "nothing: cuflash.plan shows which kernel runs"),
-    "check": "check=True to cuflash.forward, backward, lse, append_kv or to attention of PyTorch",
-    "softmax_lse": "lse=",
-    "do": "dout=",
+                    "cuflash.plan shows which kernel runs"),
+    "BLOCK_SIZE": "tiles are 64 queries x 64 keys",
+    "_compile": "functions are traced once, and become a part of a kernel",
 }  # fmt: skip
+_FIRST = "forward", "attention"  # functions that an answer names before others
 _TORCH, _FLASH_ATTN = "cuflash.frameworks.torch", "cuflash.frameworks.flash_attn"
 # Functions of others, and of our packages that importing cuflash leaves out.
 FUNCTIONS = {
@@ -80,19 +117,84 @@ FUNCTIONS = {
     "alibi": "cuflash.mods.alibi",
     **{name: f"import cuflash.{name} first" for name in ("frameworks", "testing", "tools")},
 }  # fmt: skip
+_functions: list[Callable[..., Any]] = []  # those that answer, of packages that were imported
+
+
+def answers_foreign(function: Call) -> Call:
+    """Decorates a public function: its error for a keyword that it does not take names what stands for it.
+
+    A function that takes `**foreign` calls `refuse_foreign` itself and is returned as it is, as a wrapper would cost
+    each repeated call 0.3 µs. Its signature then lacks `**foreign`.
+    """
+    _functions.append(function)
+    signature = inspect.signature(function)
+    *parameters, last = signature.parameters.values()
+    if last.kind is last.VAR_KEYWORD:
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except TypeError:
+            if foreign := [name for name in keywords if name not in signature.parameters]:
+                raise refuse_foreign(function, foreign) from None
+            raise
+
+    return checked  # type: ignore[return-value]
 
 
 def refuse_foreign(function: Callable[..., Any], foreign: Iterable[str]) -> TypeError:
     """Returns the error of keywords that a function does not take, which names those that stand for them."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-    texts = []
-    for keyword in foreign:
-        if (answer := KEYWORDS.get(keyword)) is None:
-            similar = difflib.get_close_matches(keyword, names, 1)
-            answer = f"{similar[0]}=" if similar else f"some of {', '.join(names)}"
-        texts.append(f"got an unexpected keyword argument {keyword!r}; give {answer}")
+    texts = [f"got an unexpected keyword argument {keyword!r}; {_answer(function, keyword)}" for keyword in foreign]
     return TypeError(f"{function.__name__}() {'. It '.join(texts)}")
+
+
+def _answer(function: Callable[..., Any], keyword: str) -> str:
+    names = _names(function)
+    if phrases := _phrases(keyword, names):
+        return f"give {phrases}"
+    if keyword in NEEDLESS:
+        return f"leave it out: {NEEDLESS[keyword]}"
+    home = _home(function)
+    others = sorted(_functions, key=lambda x: (_home(x) != home, _home(x) != "cuflash", x.__name__ not in _FIRST))
+    for other in others:
+        phrases = f"{keyword}=" if keyword in _names(other) else _phrases(keyword, _names(other))
+        if phrases:
+            return f"{_home(other)}.{other.__name__} has {phrases}"
+    similar = difflib.get_close_matches(keyword, names, 1)
+    return f"give {similar[0]}=" if similar else f"give some of {', '.join(names)}"
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of a function's parameters."""
+    return list(inspect.signature(function).parameters)
+
+
+def _home(function: Callable[..., Any]) -> str:
+    """Returns the name of the package from which users import a function."""
+    return "cuflash" if function.__module__.startswith("cuflash.ops.") else function.__module__
+
+
+def _phrases(keyword: str, names: Iterable[str]) -> str:
+    """Returns which of these parameters stand for a keyword, in words; "" if none does."""
+    phrases = []
+    for argument in ARGUMENTS:
+        if argument.unless not in names and keyword in (*argument.names, *argument.foreign.split()):
+            note = argument.note if argument.note.startswith("(") else f"({argument.note})"
+            present = [x.split() for x in argument.names if set(x.split()) <= set(names)]
+            phrases += [f"{' and '.join(f'{x}=' for x in each)} {note}" for each in present]
+    return "; or ".join(phrases)
+
+
+def renamed(error: Refusal, names: Mapping[str, str]) -> Refusal:
+    """Returns an error of a call with the caller's names of its arguments. names: from those of cuflash to these.
+
+    Parts of paths stay as they are.
+    """
+    text = re.sub(r"(?<![\w./\\])[a-z_]+(?![\w/\\]|\.py)", lambda match: names.get(match[0], match[0]), str(error))
+    return type(error)(text).with_traceback(error.__traceback__)
 
 
 def no_attribute(name: str, public: Iterable[str]) -> AttributeError:

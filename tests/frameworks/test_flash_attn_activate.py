@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from refusals import refused
 from workers import run_python
 
 from cuflash import UnsupportedError
@@ -117,10 +118,12 @@ def test_what_is_not_there_is_a_module_that_is_not_found() -> None:
 
 def test_what_a_module_lacks_is_an_import_error_that_names_cuflash() -> None:
     flash_attn.activate()
-    with pytest.raises(ImportError, match=r"attend.*cuflash"):
-        from flash_attn.flash_attn_interface import attend  # noqa: F401
-    with pytest.raises(ImportError, match=r"layers.*cuflash"):
-        from flash_attn import layers  # noqa: F401
+    for name, missing in (("flash_attn", "layers"), ("flash_attn", "zzz"), ("flash_attn.bert_padding", "zzz"),
+                          ("flash_attn.flash_attn_interface", "attend"), ("flash_attn.cute", "utils"),
+                          ("flash_attn_interface", "flash_attn_cuda")):  # fmt: skip
+        with refused(ImportError, f"cannot import name '{missing}' from '{name}': cuflash stands in for flash-attn",
+                     "it has flash_attn, flash_attn.flash_attn_interface", "install flash-attn"):  # fmt: skip
+            exec(f"from {name} import {missing}", {})
     for name in MODULES:
         module = importlib.import_module(name)
         assert not hasattr(module, "flash_attn_cuda")

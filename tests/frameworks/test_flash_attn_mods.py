@@ -211,7 +211,7 @@ def test_a_model_compiles_around_the_calls() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \(3,\).*give \(4,\) or \(2, 4\)"),
+        ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \(3,\).*shape \(4,\) or \(2, 4\): \(heads_q"),
         ({"alibi_slopes": torch.ones(4, dtype=torch.float64)}, r"dtype torch\.float64"),
         ({"alibi_slopes": [1.0] * 4}, "alibi_slopes is a list"),
         ({"dropout_p": 1.0}, r"dropout_p=1\.0 is outside"),

@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
     for position, wrong, words in (
         (0, out[..., :8], "dout has shape"),
         (5, lse[:, :, :3], "lse has shape"),
-        (6, zeros[0][:, :3], r"dq has shape \(2, 3, 4, 16\).*give \(2, 9, 4, 16\)"),
+        (6, zeros[0][:, :3], r"dq has shape \(2, 3, 4, 16\).*shape \(2, 9, 4, 16\): \(batch"),
         (7, zeros[1].half(), r"dk has shape .* dtype torch.float16.*torch.float32"),
         (8, 3, "dv is an int"),
         (1, None, "q is a NoneType"),

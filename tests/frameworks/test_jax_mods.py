@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import ProblemError, UnsupportedError, mods
+from cuflash import ProblemError, UnsupportedError, forward, mods
 from cuflash.mods.tracing.trace import trace
 from cuflash.problem.dropout import SHARES, share_kept
 from cuflash.problem.mod_spec import make_mod_spec
@@ -204,6 +204,31 @@ def test_dropout_by_every_kind_of_seed() -> None:
         jax.grad(call)(q, jax.random.wrap_key_data(jnp.asarray(words))),
         jax.grad(lambda q: loss(plain(q, k, v, factors=weights_kept(seed, 0.3))))(q),
     )
+
+
+@only_on_the_cpu
+@pytest.mark.parametrize("seed", [7, -5, 2**31 - 1, np.int64(7), np.int8(-3), np.uint32(2**32 - 1)], ids=repr)
+def test_an_integer_drops_alike_as_a_number_an_array_and_a_traced_value(seed: Any) -> None:
+    q, k, v, *_ = arrays()
+    call = lambda q, seed: attention(q, k, v, dropout_p=0.5, dropout_seed=seed)  # noqa: E731
+    expected = forward(*map(np.asarray, (q, k, v)), dropout_p=0.5, dropout_seed=int(seed))
+    assert_close(call(q, seed), expected)
+    for each in (np.asarray(seed), np.asarray([seed]), jnp.asarray([seed])):
+        assert_close(call(q, each), expected, 0.0)
+        assert_close(jax.vmap(call)(q[None], jnp.asarray(each)[None])[0], expected, 0.0)
+    assert_close(jax.jit(call)(q, seed), expected, 0.0)
+    assert_close(jax.jit(call, static_argnums=1)(q, seed), expected, 0.0)
+    none = jax.jit(lambda seed: attention(q, k, v, dropout_seed=seed))
+    assert_close(none(seed), attention(q, k, v), 0.0)
+
+
+@only_on_the_cpu
+def test_a_seed_of_64_bits_in_an_array_of_numpy_is_not_narrowed() -> None:
+    q, k, v, *_ = arrays()
+    expected = attention(q, k, v, dropout_p=0.5, dropout_seed=2**40 + 1)
+    assert_close(attention(q, k, v, dropout_p=0.5, dropout_seed=np.array(2**40 + 1)), expected, 0.0)
+    with pytest.raises(ProblemError, match=r"dropout_seed has shape \(2,\) and dtype int64"):
+        attention(q, k, v, dropout_p=0.5, dropout_seed=np.array([1, 2**40]))
 
 
 def test_vmap_of_dropout_is_one_call_after_the_other() -> None:

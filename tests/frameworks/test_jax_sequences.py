@@ -16,6 +16,7 @@ from cuflash.testing.sequences import Sequences, VarlenArrays, check, check_grad
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
+from refusals import refused
 
 from cuflash.frameworks.jax import attention, dot_product_attention, export_checks, ragged_paged_attention
 
@@ -250,6 +251,30 @@ def test_lengths_of_dot_product_attention_are_judged_by_their_names() -> None:
     for name, wrong in (("query_seq_lengths", jnp.ones(3, "int32")), ("key_value_seq_lengths", jnp.ones(2))):
         with pytest.raises(ProblemError, match=rf"{name} is .* give int32 of shape \(2,\)"):
             dot_product_attention(*arrays, **{name: wrong})
+
+
+def test_errors_of_functions_of_jax_have_their_names() -> None:
+    x, more = jnp.zeros((2, 5, 4, 8)), pages()
+    for call, text in (
+        (
+            lambda: dot_product_attention(x, x, x, query_seq_lengths=jnp.ones(3, "int32")),
+            "give int32 of shape (2,): (B,)",
+        ),
+        (
+            lambda: ragged_paged_attention(**more | {"kv_lens": jnp.ones(3, "int32")}),
+            "kv_lens is int32 of shape (3,); give int32 of shape (5,): (max_num_seqs,)",
+        ),
+        (lambda: ragged_paged_attention(**more | {"cu_q_lens": jnp.ones(3, "int32")}), "(6,): (max_num_seqs + 1,)"),
+        (
+            lambda: ragged_paged_attention(**more | {"page_indices": jnp.ones((5, 2))}),
+            "): (max_num_seqs, pages_per_seq)",
+        ),
+        (lambda: dot_product_attention(x, x[..., :6], x), "key has head_dim 6, but query has 8; query and key must"),
+        (lambda: dot_product_attention(x, x, x[:, :4]), "value has seqlen 4"),
+        (lambda: ragged_paged_attention(**more, soft_cap=-1.0), "soft_cap=-1.0 is not positive"),
+    ):
+        with refused(ProblemError, text):
+            call()
 
 
 def pages(**more: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from cuflash import ProblemError, UnsupportedError
 torch = pytest.importorskip("torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 from eager_torch import assert_close, eager
+from refusals import refused
 from tensors import assert_equal
 from tensors import random_qkv as made_by_seqlen
 from torch.utils.flop_counter import FlopCounterMode
@@ -314,3 +315,13 @@ def test_on_a_gpu_it_is_pytorchs_compiled() -> None:
         results.append([out, aux.lse[is_finite], *torch.autograd.grad(out.float().square().sum(), tensors)])
     for x, y in zip(*results, strict=True):
         assert_close(x, y, 3e-2)
+
+
+def test_errors_have_the_names_of_pytorch() -> None:
+    x = torch.zeros(2, 4, 5, 8)
+    with refused(ProblemError, "key has head_dim 6, but query has 8; query and key must share head_dim"):
+        flex_attention(x, x[..., :6], x)
+    with refused(ProblemError, "scale=-1.0 is not positive"):
+        flex_attention(x, x, x, scale=-1.0)
+    with refused(ProblemError, "value has seqlen 4"):
+        flex_attention(x, x, x[:, :, :4], lambda score, b, h, q_idx, k_idx: score)

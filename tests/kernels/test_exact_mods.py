@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exact_mods import MASKS, PLACES, ROWS, TIMES, exact, with_arrays
+from exact_mods import DIFFERENCES, MASKS, PLACES, ROWS, TIMES, exact, with_arrays
 
 import cuflash
 
@@ -44,4 +44,20 @@ def test_differences_of_times_are_those_of_numpy_in_scores_and_gradients(cupy: A
 
     assert len(PLACES) == len(TIMES)
     for x, y in zip(results(cupy.asarray), results(np.asarray), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_differences_of_large_values_are_exact_in_scores(cupy: Any, name: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, ROWS, 1, 32)).astype(np.float32) for _ in range(4)]
+
+    def results(put: Any, **change: Any) -> list[Any]:
+        q, k, v, dout = map(put, arrays)
+        out, lse = cuflash.forward(q, k, v, return_lse=True, **change)
+        return [cupy.asnumpy(x) for x in (out, lse, *cuflash.backward(dout, q, k, v, out, lse, **change))]
+
+    bias = (0.1 * (PLACES - PLACES[:, None])).astype(np.float32)
+    computed = results(cupy.asarray, score_mod=with_arrays(DIFFERENCES[name], cupy.asarray))
+    for x, y in zip(computed, results(np.asarray, bias=bias), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)

@@ -50,7 +50,7 @@ def test_a_row_that_is_nan_leaves_keys_alone_that_it_does_not_see(
     visible, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
     hidden = ~np.isin(np.arange(case.seqlen_k), visible)
     there, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], without_grads(nan_row(*more)(cupy.asarray, case))
-    with for_any_gpu():  # not sm90 kernels: a documented limit
+    with for_any_gpu():  # not sm90 kernels: see limits.md
         out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
         assert np.isnan(host(lse)[:, :, ROW]).all()
         for deterministic in (False, True):
@@ -78,7 +78,7 @@ def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> 
         return np.where(score < -1000.0, 2.0, score)
 
     keywords = {"score_mod": score_mod, "causal": True}
-    with for_any_gpu():  # not sm90 kernels: a documented limit
+    with for_any_gpu():  # not sm90 kernels: see limits.md
         out, lse = cuflash.forward(*there, return_lse=True, **keywords)
         dv = cuflash.backward(cupy.asarray(dout), *there, out, lse, **keywords)[2]
     inputs, oracle_mods = OracleInputs.dense(case, (q, k, v)), OracleMods.from_kwargs({"score_mod": score_mod})
@@ -108,7 +108,7 @@ def test_functions_may_be_nan_where_keys_are_hidden(cupy: Any, head_dim: int) ->
 def test_sinks_that_are_not_finite(cupy: Any, any_gpu: bool) -> None:
     """Results equal NumPy's; the first rows of `striped` see only the sink."""
     case = of_lengths((130, 150))
-    # No NaN with sm90 kernels: a documented limit.
+    # No NaN with sm90 kernels: see limits.md.
     sinks = np.array([np.inf, -np.inf, np.nan if any_gpu else 0.25, 0.5], np.float32)
     results = []
     for put in (np.asarray, cupy.asarray):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exact_mods import MASKS, PLACES, ROWS, TIMES, exact
+from exact_mods import DIFFERENCES, MASKS, NOW, PLACES, ROWS, SECONDS, TIMES, exact
 from expressions import ARRAYS, floats, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -233,17 +233,34 @@ def test_scores_are_float32_but_for_what_decides_and_differences() -> None:
     wide = np.linspace(0.0, 1.0, ROWS)
     for score_mod in (
         lambda score, b, h, i, j: score - wide[h] * abs(i - j) + 0.1,
-        lambda score, b, h, i, j: np.tanh(score.astype("float64") * wide[h]) * (i / 3) + (i * 0.1 > j),
-        lambda score, b, h, i, j: score + DISTANCES[i] * 0.3 - min(wide[i], wide[j]),
+        lambda score, b, h, i, j: np.tanh(score.astype("float64") * wide[h]) * (i / 3) + (i * 0.5 > j),
+        lambda score, b, h, i, j: score + i * 0.3 - min(wide[i], wide[j]),
+        lambda score, b, h, i, j: score * NOW + SECONDS[i] * 0.1 * (SECONDS[j] - 0.1 > i * 0.1),
+        lambda score, b, h, i, j: wide[i] - np.exp(-abs(i - j) * 0.1) - score,
+        lambda score, b, h, i, j: score + int(np.log(max(i - j, 1) / 16) / np.log(8) * 16) + int(i / 3),
     ):
         assert types_of(score_mod) == {Type.FLOAT32}
-    assert types_of(lambda score, b, h, i, j: np.where(wide[i] > wide[j], score, -np.inf)) == {
-        Type.FLOAT32,
-        Type.FLOAT64,
-    }
+    for score_mod in (
+        lambda score, b, h, i, j: np.where(wide[i] > wide[j], score, -np.inf),
+        lambda score, b, h, i, j: np.where(i * 0.1 > j, score, -np.inf),
+    ):
+        assert types_of(score_mod) == {Type.FLOAT32, Type.FLOAT64}
 
 
-DISTANCES = np.arange(ROWS)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_differences_of_large_values_are_exact_in_scores(name: str) -> None:
+    (values,) = evaluate([(graph := trace(DIFFERENCES[name], "score_mod")).root], GRID, [x.array for x in graph.arrays])
+    expected = 0.1 * (PLACES - PLACES[:, None])
+    np.testing.assert_allclose(np.reshape(values, (ROWS, ROWS)), expected, atol=2e-6)
+
+
+@pytest.mark.skipif(not KERNELS.is_dir(), reason="needs a checkout")
+def test_their_texts_have_these_values_and_compile(tmp_path: Path) -> None:
+    cases = [case_of(each, "score_mod") for each in DIFFERENCES.values()]
+    for name, (values,) in zip(DIFFERENCES, computed(cases, GRID, tmp_path), strict=True):
+        expected = 0.1 * (PLACES - PLACES[:, None])
+        np.testing.assert_allclose(values.reshape(ROWS, ROWS), expected, atol=2e-6, err_msg=name)
+    compiled(cases, "sm_90a")
 
 
 def test_a_difference_of_times_is_exact_in_scores_and_has_gradients() -> None:
@@ -262,3 +279,18 @@ def test_a_difference_of_times_is_exact_in_scores_and_has_gradients() -> None:
     *_, (of_bias,) = cuflash.backward(dout, q, k, v, *expected, bias=bias, captured_grads=(bias,))
     assert of_times.dtype == np.float64
     np.testing.assert_allclose(of_times, 0.01 * (of_bias.sum(axis=0) - of_bias.sum(axis=1)), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["negative", "from the score", "to the score", "of large offsets"])
+def test_their_gradients_are_those_of_a_bias(name: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, ROWS, 1, 4)).astype(np.float32) for _ in range(4))
+    bias = (0.1 * (PLACES - PLACES[:, None])).astype(np.float32)
+    more = {"score_mod": DIFFERENCES[name], "captured_grads": (TIMES,)}
+    *_, (of_times,) = cuflash.backward(dout, q, k, v, *forward(q, k, v, score_mod=DIFFERENCES[name]), **more)
+    *_, (of_bias,) = cuflash.backward(dout, q, k, v, *forward(q, k, v, bias=bias), bias=bias, captured_grads=(bias,))
+    np.testing.assert_allclose(of_times, 0.01 * (of_bias.sum(axis=0) - of_bias.sum(axis=1)), rtol=1e-4, atol=1e-7)
+
+
+def forward(*arrays: Any, **more: Any) -> Any:
+    return cuflash.forward(*arrays, return_lse=True, **more)

@@ -18,7 +18,6 @@ from texts import Case, check, compiled
 import cuflash
 from cuflash.errors import ProblemError
 from cuflash.mods import masks
-from cuflash.mods.analysis.intervals import row_interval
 from cuflash.mods.graph.simplify import pick_form
 from cuflash.mods.tracing.trace import trace
 from cuflash.reference.evaluate import evaluate
@@ -136,17 +135,6 @@ def test_their_texts_have_their_values_and_compile(tmp_path: Path) -> None:
     inputs = points(200) | {"b": np.arange(200) % 2, "seqlen_q": np.full(200, 30), "seqlen_k": np.full(200, 30)}
     check(cases, tmp_path, inputs | {"q_idx": np.arange(200) % 29, "k_idx": np.arange(200) % 30})
     compiled(cases, "sm_90a")
-
-
-@pytest.mark.parametrize(
-    "mask_mod",
-    [masks.causal, masks.sliding_window(3), masks.chunked(8), masks.prefix_lm(5), masks.document(BEGINS),
-     masks.and_masks(masks.causal, masks.document(BEGINS)), masks.and_masks(masks.causal, masks.chunked(4))],
-)  # fmt: skip
-def test_masks_with_intervals_of_keys_are_exact(mask_mod: Any) -> None:
-    interval = row_interval(trace(mask_mod, "mask_mod").root)
-    assert interval is not None
-    assert interval.is_exact
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ REFUSED = {
     cumulated: "cumsum of a traced value is not known|is computed with as a whole",
     sliced: "slice it before the call",
     outside: "index 4 is outside of an axis of 4",
-    by_a_float: "an index of type float32",
+    by_a_float: "an index of type float64",
     unknown: "numpy.arctan2 of a traced value is not known; these are: .*tanh",
     array_inside: "has no number yet|make it before",
     too_many_axes: "2 indices of an array of 1 axes",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Producer
-from refusals import CAP, DTYPES, LAYOUT, SCALE, Row, backward_with, base, check, forward_with, rows, zeros
+from refusals import CAP, DTYPES, LAYOUT, SCALE, Row, backward_with, base, check, forward_with, refused, rows, zeros
 
 import cuflash
 from cuflash import reference
@@ -289,3 +289,32 @@ def test_a_gpu_below_sm_80_is_refused_with_the_way_out(monkeypatch: pytest.Monke
         assert device.query(0).arch == "sm_86"
     finally:
         device.query.cache_clear()
+
+
+def test_results_in_views_that_are_yet_to_be_negated_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    q = torch.zeros(1, 4, 2, 8)
+    negated = torch.view_as_complex(torch.zeros(1, 4, 2, 8, 2)).conj().imag
+    text = "is a view that is yet to be negated, which cannot be written to; give a plain tensor or None"
+    with refused(ProblemError, f"out {text}"):
+        cuflash.forward(q, q, q, out=negated)
+    with refused(ProblemError, f"dq {text}"):
+        cuflash.backward(q, q, q, q, q, torch.zeros(1, 2, 4), grads_out=(negated, None, None))
+
+
+@pytest.mark.gpu
+def test_results_in_views_on_a_gpu_that_are_yet_to_be_negated_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    q = torch.zeros(1, 4, 2, 8, device="cuda")
+    negated = torch.view_as_complex(torch.zeros(1, 4, 2, 8, 2, device="cuda")).conj().imag
+    with refused(UnsupportedError, "out is a view that is yet to be negated; give out.resolve_neg(), which is a copy"):
+        cuflash.forward(q, q, q, out=negated)
+
+
+@pytest.mark.parametrize("axis", range(4))
+def test_results_of_negative_strides_are_written(axis: int) -> None:
+    arrays = base()
+    out = np.flip(np.full((2, 5, 4, 6), np.nan, np.float32), axis)
+    assert out.strides[axis] < 0
+    assert cuflash.forward(**arrays, out=out) is out
+    np.testing.assert_array_equal(out, cuflash.forward(**arrays))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from refusals import refused
 
 import cuflash
-from cuflash.problem.foreign import FUNCTIONS, KEYWORDS
+from cuflash.problem import foreign
+from cuflash.problem.foreign import ARGUMENTS, FUNCTIONS, NEEDLESS, refuse_foreign, renamed
 from cuflash.units import kind_of, with_article
 
 X = np.zeros((1, 4, 2, 8), "f4")
@@ -22,17 +25,78 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "append_kv": (cuflash.append_kv, (X, X, X, X, X)),
     "plan": (cuflash.plan, (X, X, X)),
     "triangle_attention": (cuflash.triangle_attention, (X, X, X, X)),
+    "create_block_mask": (cuflash.create_block_mask, ()),
+    "merge_states": (cuflash.merge_states, ()),
 }
+NAMES = {*NEEDLESS, *[x for argument in ARGUMENTS for x in " ".join((*argument.names, argument.foreign)).split()]}
 
 
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_answers_keywords_of_others(name: str) -> None:
     function, arrays = CALLS[name]
-    for keyword, ours in (("is_causal", "causal="), ("sm_scale", "softmax_scale="), ("attn_mask", "mask_mod="),
-                          ("enable_gqa", "heads_q may be"), ("block_table", "page_table=")):  # fmt: skip
-        with refused(TypeError, f"{name}() got an unexpected keyword argument '{keyword}'; give", ours):
+    for keyword in NAMES - inspect.signature(function).parameters.keys():
+        with refused(TypeError, f"{name}() got an unexpected keyword argument '{keyword}'; "):
             function(*arrays, **{keyword: None})
+
+
+def public_functions() -> dict[str, Any]:
+    """Returns the functions that answer foreign names, of all packages that can be imported here, by public name."""
+    for module in ("torch", "jax"):
+        if importlib.util.find_spec(module):
+            importlib.import_module(f"cuflash.frameworks.{module}")
+    homes = {x: "cuflash" if x.__module__.startswith("cuflash.ops.") else x.__module__ for x in foreign._functions}
+    return {f"{home}.{function.__name__}": function for function, home in homes.items()}
+
+
+def test_every_hint_names_parameters_of_the_function_that_it_names() -> None:
+    functions = public_functions()
+    assert set(functions) >= {f"cuflash.{name}" for name in CALLS}
+    for function in functions.values():
+        parameters = inspect.signature(function).parameters
+        ours = {name for each in functions.values() for name in inspect.signature(each).parameters}
+        for keyword in (NAMES | ours) - parameters.keys():
+            _, _, hint = str(refuse_foreign(function, [keyword])).partition("; ")
+            if keyword in NEEDLESS and hint.startswith("leave it out: "):
+                continue
+            other = re.match(r"(cuflash[a-z_.]*) has ", hint)
+            has = inspect.signature(functions[other[1]]).parameters if other else parameters
+            assert (other and functions[other[1]] is not function) or hint.startswith("give "), (function, hint)
+            hinted = re.findall(r"(\w+)=", hint)
+            assert hinted, (function, keyword, hint)
+            assert set(hinted) <= set(has), (function, keyword, hint)
+
+
+def test_public_functions_of_cuflash_and_the_frameworks_answer() -> None:
+    functions = public_functions()
+    for home in sorted({name.rpartition(".")[0] for name in functions}):
+        module = importlib.import_module(home)
+        public = {name for name in module.__all__ if inspect.isfunction(getattr(module, name))}
+        answers = {name.rpartition(".")[2] for name in functions if name.rpartition(".")[0] == home}
+        assert public - answers <= {"export_checks"}, home
+        for name in answers:
+            kinds = {x.kind for x in inspect.signature(getattr(module, name)).parameters.values()}
+            assert inspect.Parameter.VAR_KEYWORD not in kinds, name
+
+
+HINTS = [
+    ("lse", "dropout", "; cuflash.forward has dropout_p="), ("forward", "softmax_lse", "; cuflash.backward has lse="),
+    ("forward", "do", "; cuflash.backward has dout="), ("forward", "is_causal", "; give causal= (True or False)"),
+    ("append_kv", "is_causal", "; cuflash.forward has causal="), ("append_kv", "block_table", "; give page_table="),
+    ("triangle_attention", "attn_mask", "; give mask= (bools"), ("forward", "sm_scale", "; give softmax_scale="),
+    ("lse", "return_lse", "; cuflash.forward has return_lse="), ("create_block_mask", "B", "; give batch="),
+    ("create_block_mask", "H", "; give heads="), ("create_block_mask", "Q_LEN", "; give seqlen_q="),
+    ("create_block_mask", "KV_LEN", "; give seqlen_k="), ("create_block_mask", "device", "; give like="),
+    ("merge_states", "v_a", "; give outs="), ("merge_states", "prefix_lse", "; give lses="),
+    ("plan", "check", "; cuflash.forward has check="), ("forward", "enable_gqa", "; leave it out: heads_q may be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keyword", "text"), HINTS)
+def test_a_hint_is_for_the_function_that_was_called(name: str, keyword: str, text: str) -> None:
+    function, arrays = CALLS[name]
+    with refused(TypeError, f"{name}() got an unexpected keyword argument '{keyword}'{text}"):
+        function(*arrays, **{keyword: None})
 
 
 @pytest.mark.parametrize(("keyword", "texts"), [
@@ -50,19 +114,30 @@ def test_each_of_several_keywords_is_answered() -> None:
         cuflash.forward(X, X, X, scale=1.0, is_causal=True)  # type: ignore[call-overload]
 
 
-def test_no_answer_is_for_a_keyword_of_ours_and_each_names_one() -> None:
-    ours = {name for function, _ in CALLS.values() for name in inspect.signature(function).parameters}
-    assert not ours & KEYWORDS.keys() - {"check", "mask"}
-    for keyword, answer in KEYWORDS.items():
-        assert answer.startswith("nothing: ") or any(f"{name}=" in answer for name in ours), keyword
+def test_errors_of_a_function_that_knows_its_keywords_pass() -> None:
+    with refused(TypeError, "create_block_mask() missing 1 required keyword-only argument: 'like'"):
+        cuflash.create_block_mask(lambda b, h, q_idx, k_idx: q_idx >= k_idx, 1, 1, 8, 8)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(("module", "name"), [("torch", "attention"), ("jax", "attention")])
-def test_attention_of_frameworks_answers_too(module: str, name: str) -> None:
+FRAMEWORKS = [
+    ("torch", "attention", "qkv", "is_causal", "give causal="), ("torch", "flex_attention", "qkv", "causal",
+     "cuflash.frameworks.torch.attention has causal="), ("torch", "flex_attention", "qkv", "softmax_scale",
+     "give scale="), ("torch", "triangle_attention", "qkvb", "attn_mask", "give mask="),
+    ("jax", "attention", "qkv", "is_causal", "give causal="), ("jax", "attention", "qkv", "check",
+     "cuflash.forward has check="), ("jax", "dot_product_attention", "qkv", "causal", "give is_causal="),
+    ("jax", "dot_product_attention", "qkv", "seqused_k", "give key_value_seq_lengths="),
+    ("jax", "dot_product_attention", "", "q", "give query="), ("jax", "triangle_attention", "qkvb", "scale",
+     "give softmax_scale="), ("jax", "ragged_paged_attention", "qkvptn", "softcap", "give soft_cap="),
+    ("jax", "ragged_paged_attention", "qkvptn", "block_table", "give page_indices="),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name", "arrays", "keyword", "text"), FRAMEWORKS)
+def test_functions_of_frameworks_answer_too(module: str, name: str, arrays: str, keyword: str, text: str) -> None:
     pytest.importorskip(module)
     function = getattr(importlib.import_module(f"cuflash.frameworks.{module}"), name)
-    with refused(TypeError, "attention() got an unexpected keyword argument 'is_causal'; give causal="):
-        function(X, X, X, is_causal=True)
+    with refused(TypeError, f"{name}() got an unexpected keyword argument '{keyword}'; {text}"):
+        function(*[X for _ in arrays], **{keyword: True})
 
 
 @pytest.mark.parametrize(("name", "text"), [
@@ -115,3 +190,13 @@ def test_append_kv_names_missing_cu_seqlens() -> None:
     cache, used = np.zeros((2, 64, 2, 32), "f4"), np.zeros(2, "i4")
     with refused(cuflash.ProblemError, "k has shape", "with cu_seqlens_k"):
         cuflash.append_kv(cache, cache.copy(), PACKED, PACKED, used)
+
+
+def test_errors_are_renamed_word_by_word_and_paths_are_not() -> None:
+    names = {"k": "k_new", "k_cache": "k", "seqused_k": "cache_seqlens"}
+    text = "/home/k/q.py:3, C:\\k\\k.py: k and k_cache, of cu_seqlens_k, seqused_k[0]=3 and cuflash.k; give k."
+    expected = text.replace("k and k_cache", "k_new and k").replace("seqused_k[", "cache_seqlens[").replace(
+        "give k.", "give k_new.")  # fmt: skip
+    error = renamed(cuflash.UnsupportedError(text), names)
+    assert type(error) is cuflash.UnsupportedError
+    assert str(error) == expected

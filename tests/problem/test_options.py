@@ -37,7 +37,7 @@ def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str)
 def test_append_kv_takes_its_operands_in_their_order_and_the_options_of_the_table() -> None:
     signature = inspect.signature(cuflash.append_kv).parameters
     others = [name for name in signature if name not in names("append_kv")]
-    assert others == [*[x.name for x in APPEND_KV.inputs], "check", "foreign"]
+    assert others == [*[x.name for x in APPEND_KV.inputs], "check"]
     for operand in APPEND_KV.inputs:
         assert signature[operand.name].default is (None if operand.optional else inspect.Parameter.empty)
     assert {name: signature[name].default for name in names("append_kv")} == {

@@ -20,6 +20,13 @@ COUNTS = np.array([2**32 - 1, 0, 3, 4, 5, 2**32 - 6, 7, 2**31], np.uint32)
 BYTES = np.array([255, 0, 1, 200, 7, 90, 255, 3], np.uint8)
 HALVES = PLACES.astype(np.float16) / 2
 FLAGS = PLACES % 3 == 0
+SECONDS = (10.1 * PLACES).astype(np.float32)
+MINUTES = SECONDS + np.float32(60)
+SHIFTS = (5 * PLACES).astype(np.uint8)
+TICKS = 1_700_000_000_000_000_000 + 10_000_000_000 * PLACES
+NOW = np.float64(1_700_000_030.2)
+LIMIT = np.float64(SECONDS[3]) + np.float64(1e-9)
+MINUTE = np.float64(60.0)
 
 # By name, functions of b, h, q_idx and k_idx.
 MASKS: dict[str, Callable[..., Any]] = {
@@ -51,7 +58,42 @@ MASKS: dict[str, Callable[..., Any]] = {
     "minimum of times": lambda b, h, i, j: min(TIMES[i], TIMES[j]) + 1 > max(TIMES[j], 1.7e9),
     "integer days": lambda b, h, i, j: np.floor(DAYS[i] / 86_400) == np.floor(DAYS[j] / 86_400),
     "index of times": lambda b, h, i, j: BYTES[int(TIMES[i] - 1.7e9) // 20] > j,
+    "times from an index": lambda b, h, i, j: 1.7e9 + 10.0 * j + 0.1 >= TIMES[i],
+    "times from a quotient": lambda b, h, i, j: 1.7e9 + j / 3 < TIMES[i] - 0.3,
+    "float32 and NumPy's number": lambda b, h, i, j: (SECONDS[j] < LIMIT) | (SECONDS[i] + NOW > TIMES[j] + 30),
+    "float32 and NumPy's short number": lambda b, h, i, j: SECONDS[i] + MINUTE <= MINUTES[j],
+    "float32 and a sum with NumPy's number": lambda b, h, i, j: SECONDS[i] - SECONDS[j] > NOW - TIMES[j],
+    "index and NumPy's number": lambda b, h, i, j: j * MINUTE + NOW > TIMES[i] + 40,
+    "index and a number": lambda b, h, i, j: j + 1e-9 > i,
+    "product of an index and a number": lambda b, h, i, j: i * 0.1 * 3 > j * 0.3,
+    "quotient and a number": lambda b, h, i, j: (i / 3 > 0.33333333) & (float(j) / 3 != 0.33333333),
+    "rounded product": lambda b, h, i, j: math.floor(i * 0.3 + 0.1) == int(j * 0.1 * 3 + 1e-9),
+    "index of a product": lambda b, h, i, j: BYTES[int(i * 0.7 + 0.3)] > j * 0.99999999,
+    "index below a number": lambda b, h, i, j: (j > 2.9999999999) & (i - 5 <= -1.0000000001) | (i == 6.0000000001),
+    "large index below a number": lambda b, h, i, j: (i + 2**29 < 2.0**29 + j) & (i + 2**29 != 2.0**29 + 3),
+    "nanoseconds and numbers": lambda b, h, i, j: (NANOSECONDS[j] > 1.7e18) & (NANOSECONDS[i] <= 1.7e18 + 256),
+    "unsigned and numbers": lambda b, h, i, j: (HASHES[j] >= 2.0**63) & (HASHES[i] != 2.0**63) & (HASHES[i] < 1e30),
+    "beyond all integers": lambda b, h, i, j: (NANOSECONDS[j] > -1e30) & (i != 2.0**64) & ~(HASHES[j] >= 2.0**64),
+    "integers and numbers": lambda b, h, i, j: DAYS[i] * 0.25 - 0.125 > DAYS[j] * 0.25,
+    "shift by bytes": lambda b, h, i, j: 1 << SHIFTS[j] > 3 * i << 24,
     "halves and flags": lambda b, h, i, j: (HALVES[i] + FLAGS[j] > j / 3) & ~FLAGS[i],
+}
+
+# Functions of the score, b, h, q_idx and k_idx, which all add 0.1 for each key behind the query.
+DIFFERENCES: dict[str, Callable[..., Any]] = {
+    "difference": lambda score, b, h, i, j: score + 0.01 * (TIMES[j] - TIMES[i]),
+    "negative": lambda score, b, h, i, j: score + 0.01 * (-TIMES[i] + TIMES[j]),
+    "sum with a negative": lambda score, b, h, i, j: score + 0.01 * (TIMES[j] + (-TIMES[i])),
+    "from an offset": lambda score, b, h, i, j: score + 0.01 * ((TIMES[j] - 5.0) - TIMES[i] + 5),
+    "from the score": lambda score, b, h, i, j: score + 0.01 * TIMES[j] - TIMES[i] / 100,
+    "to the score": lambda score, b, h, i, j: 0.01 * TIMES[j] - (TIMES[i] * 0.01 - score),
+    "of large offsets": lambda score, b, h, i, j: score + 0.01 * (TIMES[j] - 1.7e9) - 0.01 * (TIMES[i] - 1.7e9),
+    "from a number": lambda score, b, h, i, j: score + 0.01 * TIMES[j] - 17_000_000.001 - 0.1 * i,
+    "from an index": lambda score, b, h, i, j: score + 0.01 * (TIMES[j] - (1.7e9 + 10.0 * i + 0.1)),
+    "of integers": lambda score, b, h, i, j: score + 1e-11 * (TICKS[j] - TICKS[i]),
+    "of cast integers": lambda score, b, h, i, j: score + 1e-11 * (float(TICKS[j]) - TICKS[i].astype("float64")),
+    "of quotients": lambda score, b, h, i, j: score + 0.01 * (TICKS[j] / 1e9 - TICKS[i] / 1e9),
+    "of days": lambda score, b, h, i, j: score + (DAYS[j] / 86_400 - DAYS[i] / 86_400) / 5,
 }
 
 

@@ -13,6 +13,7 @@ from flash_attn_interface import flash_attn_with_kvcache  # cuflash.frameworks.f
 from __future__ import annotations
 
 import importlib.util
+import opcode
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -39,7 +40,11 @@ _MODULES: dict[str, tuple[ModuleType, str | None]] = {
     "flash_attn_interface": (v3, None),
 }
 _ROOTS = tuple(name for name in _MODULES if "." not in name)
-_STANDS_IN = "cuflash stands in for flash-attn here (cuflash.frameworks.flash_attn.activate), and does not have it"
+_STANDS_IN = (
+    "cuflash stands in for flash-attn here (cuflash.frameworks.flash_attn.activate), and does not have it; it has "
+    f"{', '.join(_MODULES)}. For all else install flash-attn and call activate(force=True), or call restore()"
+)
+_IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 # What imports a module, and what PyTorch calls to find FlashAttention-4: where the code is, and its name.
 _IMPORTING = "importlib._bootstrap", "_find_and_load_unlocked"
 _SEEKING_KERNELS = "torch._inductor.kernel.flex.flex_flash_attention", "ensure_flash_available"
@@ -184,6 +189,9 @@ class _StandIn(ModuleType):
         super().__init__(name, doc)
 
     def __getattr__(self, name: str) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:  # why: Python's error in its place lacks the text
+            raise ImportError(f"cannot import name {name!r} from {self.__name__!r}: {_STANDS_IN}", name=self.__name__)
         text = f"module {self.__name__!r} has no attribute {name!r}: {_STANDS_IN}"
         raise AttributeError(text, name=name, obj=self)
 

@@ -6,22 +6,27 @@ functions differ in the order of arguments and in what they take besides.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...errors import ProblemError, UnsupportedError
+from ...errors import REFUSALS, ProblemError, UnsupportedError
+from ...problem.foreign import renamed
 from ...problem.options import WindowSize, check_flag, check_integer
 from ...units import kind_of
 from ..torch import attention, check_tensor
 from ..torch.ops import BOUNDS
 from ..torch.varlen import check_integers, paged_or_packed
 
-_SHAPES = {
-    3: "(total, heads, head_dim)",
-    4: "(batch, seqlen, heads, head_dim), and of a cache (num_pages, page_size, heads, head_dim) too",
-}
+# Names of arguments in errors of `attention`, and those of callers. Lengths of pages may come from cu_seqlens_k.
+NAMES_2 = {"page_table": "block_table"}
+NAMES_3, NAMES_4 = {"sinks": "s_aux"}, {"sinks": "learnable_sink"}
+FROM_BOUNDS = {"seqused_k": "cu_seqlens_k.diff()"}
+_AXES = {3: "(total, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
+_SHAPES = _AXES | {4: f"{_AXES[4]}, and of a cache (num_pages, page_size, heads, head_dim) too"}
 
 
 def attend(
@@ -37,33 +42,39 @@ def attend(
     returned: str = "return_attn_probs",
     num_splits: int = 0,
     mod_kwargs: dict[str, Any] | None = None,
+    names: Mapping[str, str] = NAMES_3,
     **sequences: Any,
 ) -> Any:
     """Computes out, or (out, lse), from the arguments that both versions share, and those of `attention` on sequences.
 
-    returned: the name of the flag that asks for lse. mod_kwargs: the keywords of `attention` on mods.
+    returned: the name of the flag that asks for lse. mod_kwargs: the keywords of `attention` on mods. names: those in
+    errors of `attention`, and the caller's for them.
     """
     check_flag(returned, return_lse)
     rank_q = rank_k = 4
     if sequences:
         rank_q, rank_k = (3 if sequences.get(f"cu_seqlens_{side}") is not None else 4 for side in "qk")
         bounds_to_host(sequences)
-    for name, tensor, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
-        check_rank(name, tensor, rank)
-    return attention(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_of(window_size),
-        softcap=cap_of(softcap),
-        deterministic=deterministic,
-        return_lse=return_lse,
-        num_splits=num_splits,
-        **sequences,
-        **(mod_kwargs or {}),
-    )
+    window, cap = window_of(window_size), cap_of(softcap)
+    try:
+        for name, tensor, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
+            check_rank(name, tensor, rank)
+        return attention(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window,
+            softcap=cap,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            **sequences,
+            **(mod_kwargs or {}),
+        )
+    except REFUSALS as error:
+        raise renamed(error, names) from error.__cause__
 
 
 def refuse_leftpad(name: str, leftpad: Any) -> None:
@@ -138,6 +149,20 @@ def rows_of_table(page_table: Any, name: str, rows: Any) -> tuple[Any, Any]:
     return table[torch.where((rows >= 0) & (rows < nowhere), rows, nowhere)], None
 
 
+def row_error(error: Exception, name: str, page_table: Any, rows: Any) -> Exception:
+    """Returns the error of a call over `rows_of_table`, or that of a row in host memory that the table does not have.
+
+    name: that of `rows`.
+    """
+    match = re.match(r"page_table\[(\d+), \d+\] is -1,", str(error))
+    if match is None or page_table is None or rows is None or 0 <= (row := int(rows[int(match[1])])) < len(page_table):
+        return error
+    return ProblemError(
+        f"{name}[{match[1]}] is {row}, but page_table has {len(page_table)} rows; give one of these, or no keys to "
+        f"sequence {match[1]}"
+    )
+
+
 def in_host_memory(name: str, value: Any, shape: tuple[int, ...] = ()) -> Any:
     """`value`, or what a tensor of this shape in host memory holds. One on a GPU would be waited for."""
     if not isinstance(value, torch.Tensor):
@@ -197,11 +222,12 @@ def check_out(name: str, out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_fits(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises unless a tensor for a result has its shape, dtype and device."""
+    """Raises unless a tensor for a result, or a gradient, has its shape, dtype and device."""
     if (out.shape, out.dtype, out.device) != (shape, dtype, device):
+        axes = f": {_AXES[len(shape)]}" if len(shape) in _AXES else ""
         raise ProblemError(
-            f"{name} has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {shape} and {dtype} on "
-            f"{device}, or None"
+            f"{name} has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {dtype} on {device} in "
+            f"shape {tuple(shape)}{axes}, or None"
         )
 
 

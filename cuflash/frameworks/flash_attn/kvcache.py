@@ -6,12 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import ProblemError, UnsupportedError
+from ...errors import REFUSALS, ProblemError, UnsupportedError
+from ...problem.foreign import renamed
 from ...problem.options import OptionContext, Options, WindowSize, check_flag, check_integer, check_window
 from ..torch import check_tensor
 from ..torch.ops import append
 from ..torch.varlen import check_integers
 from .arguments import attend, cap_of, check_rank, in_host_memory, refuse_leftpad, window_of
+
+# Names of arguments in errors of `attention` and of `append_kv`, and those here.
+_NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "sinks": "s_aux"}
+_APPEND_NAMES = {"seqused_k": "cache_seqlens", "cu_seqlens_k": "cu_seqlens_k_new"}
 
 
 class New(NamedTuple):
@@ -83,7 +88,7 @@ def over_cache(
         widest = (capacity, capacity) if version == 2 else (capacity - 1, longest - 1)
         sides = zip(check_window(window_size), widest, strict=True)
         same = not causal and all(side is None or side >= wide for side, wide in sides)
-        q = _write(q, k_cache, v_cache, new, used, page_table, capacity, same, sequences)
+        q = _write(q, k_cache, v_cache, new, used, page_table, capacity, same, table, sequences)
         if new.cu_seqlens_k_new is None and length is not None:
             length, used = length + rows, None
         else:
@@ -95,7 +100,8 @@ def over_cache(
     elif length is not None:
         k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
     shared_args = softmax_scale, causal, window_size, softcap, False, return_lse, "return_softmax_lse"
-    return attend(q, k_cache, v_cache, *shared_args, page_table=page_table, **sequences)
+    names = _NAMES | {"page_table": table}
+    return attend(q, k_cache, v_cache, *shared_args, names=names, page_table=page_table, **sequences)
 
 
 def refuse_rotary_seqlens(name: str, lengths: Any, cache_seqlens: Any) -> None:
@@ -147,9 +153,10 @@ def _write(
     page_table: torch.Tensor | None,
     capacity: int,
     same: bool,
+    table: str,
     sequences: dict[str, Any],
 ) -> torch.Tensor:
-    """Writes the new keys behind those that are used; returns q, rotated if there is a rotation."""
+    """Writes the new keys behind those that are used; returns q, rotated if there is a rotation. table: its name."""
     tables: dict[str, Any] = {"rotary_cos": new.rotary_cos, "rotary_sin": new.rotary_sin}
     rotated: dict[str, Any] = {}
     if new.rotary_cos is not None or new.rotary_sin is not None:
@@ -163,15 +170,18 @@ def _write(
                 )
         rotated = {"q": q, "cu_seqlens_q": sequences.get("cu_seqlens_q"), "q_same_position": same}
         rotated |= {**tables, "rotary_interleaved": new.rotary_interleaved}
-    result = append(
-        k_cache,
-        v_cache,
-        new.k,
-        new.v,
-        used,
-        page_table=page_table,
-        cache_batch_idx=sequences.get("cache_batch_idx"),
-        cu_seqlens_k=new.cu_seqlens_k_new,
-        **rotated,
-    )
+    try:
+        result = append(
+            k_cache,
+            v_cache,
+            new.k,
+            new.v,
+            used,
+            page_table=page_table,
+            cache_batch_idx=sequences.get("cache_batch_idx"),
+            cu_seqlens_k=new.cu_seqlens_k_new,
+            **rotated,
+        )
+    except REFUSALS as error:
+        raise renamed(error, _APPEND_NAMES | {"page_table": table}) from error.__cause__
     return result if rotated else q

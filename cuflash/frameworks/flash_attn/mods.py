@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...mods.scores import alibi
 from ...problem.options import WindowSize, check_integer
 from ...units import kind_of
 from ..torch import check_tensor
-from .arguments import attend
+from .arguments import NAMES_2, attend
 
 _ORDER = (
     "It stands before softmax_scale here, as in flash-attn 2; the order of flash-attn 3 is in "
@@ -97,8 +98,8 @@ def _slopes(slopes: Any, q: Any, cu_seqlens_q: Any) -> torch.Tensor:
     heads = q.shape[-2] if q.ndim > 1 else 1
     if slopes.dtype != torch.float32 or slopes.shape not in ((heads,), (batch, heads)):
         raise ProblemError(
-            f"alibi_slopes has shape {tuple(slopes.shape)} and dtype {slopes.dtype}; give ({heads},) or "
-            f"({batch}, {heads}), heads of q, and torch.float32"
+            f"alibi_slopes has shape {tuple(slopes.shape)} and dtype {slopes.dtype}; give torch.float32 in "
+            f"shape ({heads},) or ({batch}, {heads}): (heads_q,) or (batch, heads_q)"
         )
     result: torch.Tensor = slopes
     return result
@@ -115,13 +116,14 @@ def attend_with_weights(
     deterministic: bool,
     return_weights: bool,
     mod_kwargs: dict[str, Any],
+    names: Mapping[str, str] = NAMES_2,
     **sequences: Any,
 ) -> Any:
     """What `attend` gives; with `return_weights` (out, lse, S_dmask), where S_dmask is empty without dropout."""
     if isinstance(softmax_scale, bool):
         raise ProblemError(f"softmax_scale={softmax_scale} is a bool; give a number. dropout_p: {_ORDER}")
     options = softmax_scale, causal, window_size, softcap
-    result = attend(q, k, v, *options, deterministic, return_weights, mod_kwargs=mod_kwargs, **sequences)
+    result = attend(q, k, v, *options, deterministic, return_weights, mod_kwargs=mod_kwargs, names=names, **sequences)
     if not return_weights:
         return result
     if "dropout_p" not in mod_kwargs:

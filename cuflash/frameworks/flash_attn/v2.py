@@ -31,9 +31,11 @@ from typing import Any
 
 import torch
 
+from ...errors import REFUSALS
+from ...problem.foreign import renamed
 from ...problem.options import WindowSize
 from ..torch.varlen import check_integers, paged_or_packed
-from .arguments import unpack
+from .arguments import FROM_BOUNDS, NAMES_2, unpack
 from .kvcache import New, over_cache
 from .mods import attend_with_weights, v2_mod_kwargs
 from .v2_private import (
@@ -163,7 +165,7 @@ def flash_attn_varlen_func(
     shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
     sequences = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     sequences |= paged_or_packed(cu_seqlens_k, None, block_table)
-    return attend_with_weights(q, k, v, *shared_args, mod_kwargs, **sequences)
+    return attend_with_weights(q, k, v, *shared_args, mod_kwargs, NAMES_2 | FROM_BOUNDS, **sequences)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -204,7 +206,11 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` for q, k and v in one tensor qkv (total, 3, heads, head_dim), which is not copied."""
     q, k, v = unpack("qkv", qkv, 3, "total")
     shared_args = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *shared_args)
+    try:
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *shared_args)
+    except REFUSALS as error:
+        names = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
+        raise renamed(error, names) from error.__cause__
 
 
 def flash_attn_with_kvcache(

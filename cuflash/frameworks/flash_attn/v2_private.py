@@ -11,21 +11,24 @@ Source: flash_attn/flash_attn_interface.py of flash-attn 2.8.3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ...errors import ProblemError
+from ...errors import REFUSALS
 from ...ops.backward import backward
+from ...problem.foreign import renamed
 from ...problem.options import check_flag
 from ..torch import check_tensor
 from ..torch.ops import backward_by_op
 from ..torch.tensors import becomes_an_op, disabled
 from ..torch.varlen import check_integers, paged_or_packed
-from .arguments import attend, bounds_to_host, cap_of, refuse_leftpad, window_of
+from .arguments import FROM_BOUNDS, NAMES_2, attend, bounds_to_host, cap_of, check_fits, refuse_leftpad, window_of
 from .mods import attend_with_weights, v2_mod_kwargs
 
 _mod_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
+NAMES = {"lse": "softmax_lse"}  # of arguments in errors of `backward`, and those of callers
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -82,7 +85,9 @@ def _flash_attn_varlen_forward(
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q)
     sequences = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     sequences |= paged_or_packed(cu_seqlens_k, seqused_k, block_table) | {"num_splits": num_splits}
-    return _with_rest(q, k, v, return_softmax, mod_kwargs, (softmax_scale, causal, window, softcap), **sequences)
+    names = NAMES_2 | FROM_BOUNDS if seqused_k is None else NAMES_2
+    options = softmax_scale, causal, window, softcap
+    return _with_rest(q, k, v, return_softmax, mod_kwargs, options, names, **sequences)
 
 
 def _flash_attn_backward(
@@ -168,13 +173,15 @@ def _with_rest(
     return_softmax: bool,
     mod_kwargs: dict[str, Any],
     options: tuple[Any, Any, Any, Any],
+    names: Mapping[str, str] = NAMES_2,
     **sequences: Any,
 ) -> Results:
     """A forward's out and lse, the weights if they are wanted and dropped, and the state, which is the seed."""
     if check_flag("return_softmax", return_softmax):
-        out, lse, weights = attend_with_weights(q, k, v, *options, False, True, mod_kwargs, **sequences)
+        out, lse, weights = attend_with_weights(q, k, v, *options, False, True, mod_kwargs, names, **sequences)
     else:
-        (out, lse), weights = attend(q, k, v, *options, False, True, mod_kwargs=mod_kwargs, **sequences), q.new_empty(0)
+        out, lse = attend(q, k, v, *options, False, True, mod_kwargs=mod_kwargs, names=names, **sequences)
+        weights = q.new_empty(0)
     state = q.new_empty(2, dtype=torch.int64)
     if "dropout_seed" in mod_kwargs:
         state[:1] = mod_kwargs["dropout_seed"]
@@ -199,11 +206,12 @@ def write_gradients(
     softcap: float,
     deterministic: bool,
     mod_kwargs: dict[str, Any] | None = None,
+    names: Mapping[str, str] = NAMES,
     **sequences: Any,
 ) -> torch.Tensor:
     """Writes the gradients of q, k and v, of the inputs (dout, q, k, v, out, lse), into those targets that are there.
 
-    mod_kwargs: the keywords of `backward` on mods.
+    mod_kwargs: the keywords of `backward` on mods. names: those in errors of `backward`, and the caller's for them.
     """
     for name, tensor in zip(("dout", "q", "k", "v", "out", "softmax_lse"), inputs, strict=True):
         check_tensor(name, tensor)
@@ -211,11 +219,7 @@ def write_gradients(
     for name, target, like in zip(("dq", "dk", "dv"), targets, (q, k, v), strict=True):
         if target is not None:
             check_tensor(name, target)
-            if (target.shape, target.dtype, target.device) != (like.shape, like.dtype, like.device):
-                raise ProblemError(
-                    f"{name} has shape {tuple(target.shape)} and dtype {target.dtype} on {target.device}; give "
-                    f"{tuple(like.shape)} and {like.dtype} on {like.device}, or None"
-                )
+            check_fits(name, target, like.shape, like.dtype, like.device)
     bounds_to_host(sequences)
     keywords = {
         "softmax_scale": softmax_scale,
@@ -227,13 +231,16 @@ def write_gradients(
         **(mod_kwargs or {}),
     }
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
-    with torch.no_grad():
-        if mod_kwargs or not becomes_an_op():
-            compute = _mod_backward if mod_kwargs else backward
-            compute(*inputs, deterministic=deterministic, grads_out=targets, **keywords)
-        else:
-            gradients = backward_by_op(dout, q, k, v, out, lse, None, keywords, deterministic)
-            for target, gradient in zip(targets, gradients, strict=True):
-                if target is not None:
-                    target.copy_(gradient)
+    try:
+        with torch.no_grad():
+            if mod_kwargs or not becomes_an_op():
+                compute = _mod_backward if mod_kwargs else backward
+                compute(*inputs, deterministic=deterministic, grads_out=targets, **keywords)
+            else:
+                gradients = backward_by_op(dout, q, k, v, out, lse, None, keywords, deterministic)
+                for target, gradient in zip(targets, gradients, strict=True):
+                    if target is not None:
+                        target.copy_(gradient)
+    except REFUSALS as error:
+        raise renamed(error, names) from error.__cause__
     return q.new_empty(0, dtype=torch.float32)

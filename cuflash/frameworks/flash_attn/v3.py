@@ -26,7 +26,7 @@ import torch
 from ...errors import ProblemError
 from ...problem.options import WindowSize
 from ..torch import check_tensor
-from .arguments import attend, lengths_of, refuse_of_version_3, rows_of_table, unpack
+from .arguments import attend, lengths_of, refuse_of_version_3, row_error, rows_of_table, unpack
 from .combine import combine
 from .kvcache import New, over_cache, refuse_rotary_seqlens
 from .mods import later_mod_kwargs
@@ -230,14 +230,17 @@ def flash_attn_with_kvcache(
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("rotary_seqlens", rotary_seqlens, cache_seqlens)
-    page_table, cache_batch_idx = rows_of_table(page_table, "cache_batch_idx", cache_batch_idx)
+    table, rows = rows_of_table(page_table, "cache_batch_idx", cache_batch_idx)
     new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
     shared_args = softmax_scale, causal, window_size, softcap, return_softmax_lse
-    cache_args = cache_seqlens, cache_leftpad, page_table, *shared_args
-    keywords: dict[str, Any] = {"cache_batch_idx": cache_batch_idx, "num_splits": num_splits}
+    cache_args = cache_seqlens, cache_leftpad, table, *shared_args
+    keywords: dict[str, Any] = {"cache_batch_idx": rows, "num_splits": num_splits}
     keywords |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": None if cu_seqlens_q is None else max_seqlen_q}
     mod_kwargs = later_mod_kwargs("s_aux", s_aux, q, attention_chunk)
-    result = over_cache(3, q, k_cache, v_cache, new, *cache_args, mod_kwargs=mod_kwargs, **keywords)
+    try:
+        result = over_cache(3, q, k_cache, v_cache, new, *cache_args, mod_kwargs=mod_kwargs, **keywords)
+    except ProblemError as error:
+        raise row_error(error, "cache_batch_idx", page_table, cache_batch_idx) from error.__cause__
     if not return_softmax_lse:
         return result
     return *result, *(q.new_empty(0, dtype=torch.float32) for _ in range(2))

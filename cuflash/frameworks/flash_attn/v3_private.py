@@ -14,13 +14,28 @@ from typing import Any
 
 import torch
 
-from ...errors import ProblemError
+from ...errors import REFUSALS, ProblemError
+from ...problem.foreign import renamed
 from ..torch import check_tensor
 from ..torch.varlen import check_integers
-from .arguments import attend, check_out, lengths_of, refuse_leftpad, refuse_of_version_3, rows_of_table
+from .arguments import (
+    FROM_BOUNDS,
+    attend,
+    check_out,
+    lengths_of,
+    refuse_leftpad,
+    refuse_of_version_3,
+    row_error,
+    rows_of_table,
+)
 from .kvcache import New, over_cache, refuse_rotary_seqlens
 from .mods import later_mod_kwargs
-from .v2_private import Results, write_gradients
+from .v2_private import NAMES, Results, write_gradients
+
+# Names of arguments in errors, and those here: of calls that write new keys to a cache, of others, and of backwards.
+_NAMES = {"cache_batch_idx": "kv_batch_idx"}
+_CACHE_NAMES = _NAMES | {"k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k"}
+_BACKWARD_NAMES = NAMES | {"seqused_q": "sequed_q", "seqused_k": "sequed_k", "causal": "is_causal"}
 
 
 def _flash_attn_forward(
@@ -77,23 +92,28 @@ def _flash_attn_forward(
     check_tensor("v", v)
     window = window_size_left, window_size_right
     check_out("out_", out_, q, v)
-    page_table, kv_batch_idx = rows_of_table(page_table, "kv_batch_idx", kv_batch_idx)
-    keywords: dict[str, Any] = {"cache_batch_idx": kv_batch_idx, "num_splits": num_splits}
+    table, rows = rows_of_table(page_table, "kv_batch_idx", kv_batch_idx)
+    keywords: dict[str, Any] = {"cache_batch_idx": rows, "num_splits": num_splits}
     keywords["mod_kwargs"] = later_mod_kwargs("s_aux", None, q, attention_chunk)
-    if any(x is not None for x in (k_new, v_new, rotary_cos, rotary_sin)):
-        if cu_seqlens_k is not None:
-            raise ProblemError("cu_seqlens_k was given beside new keys; give a cache, and seqused_k for its lengths")
-        check_integers("seqused_q", seqused_q)
-        keywords |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
-        keywords["max_seqlen_q"] = None if cu_seqlens_q is None else max_seqlen_q
-        new = New(k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
-        result = over_cache(
-            3, q, k, v, new, seqused_k, None, page_table, softmax_scale, causal, window, softcap, True, **keywords
-        )
-    else:
-        check_integers("kv_batch_idx", kv_batch_idx)
-        keywords |= lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
-        result = attend(q, k, v, softmax_scale, causal, window, softcap, False, True, **keywords)
+    is_appending = any(x is not None for x in (k_new, v_new, rotary_cos, rotary_sin))
+    names = _CACHE_NAMES if is_appending else _NAMES | FROM_BOUNDS if seqused_k is None else _NAMES
+    try:
+        if is_appending:
+            if cu_seqlens_k is not None:
+                raise ProblemError("cu_seqlens_k was given beside new keys; give a cache, with seqused_k for lengths")
+            check_integers("seqused_q", seqused_q)
+            keywords |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+            keywords["max_seqlen_q"] = None if cu_seqlens_q is None else max_seqlen_q
+            new = New(k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
+            result = over_cache(
+                3, q, k, v, new, seqused_k, None, table, softmax_scale, causal, window, softcap, True, **keywords
+            )
+        else:
+            check_integers("cache_batch_idx", rows)
+            keywords |= lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, table, max_seqlen_q, max_seqlen_k)
+            result = attend(q, k, v, softmax_scale, causal, window, softcap, False, True, **keywords)
+    except REFUSALS as error:
+        raise renamed(row_error(error, "kv_batch_idx", page_table, kv_batch_idx), names) from error.__cause__
     out, lse = result
     out = out if out_ is None else out_.copy_(out)
     return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.float32)
@@ -130,7 +150,11 @@ def _flash_attn_backward(
     those of `cuflash.backward`.
     """
     refuse_of_version_3(softmax_scale, (None, sm_margin), None, None, None, None)
-    sequences = lengths_of(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, None, max_seqlen_q, max_seqlen_k)
+    try:
+        sequences = lengths_of(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, None, max_seqlen_q, max_seqlen_k)
+    except ProblemError as error:
+        raise renamed(error, _BACKWARD_NAMES) from error.__cause__
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    return write_gradients(inputs, targets, softmax_scale, is_causal, window, softcap, deterministic, **sequences)
+    options = softmax_scale, is_causal, window, softcap, deterministic
+    return write_gradients(inputs, targets, *options, names=_BACKWARD_NAMES, **sequences)

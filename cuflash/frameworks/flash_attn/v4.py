@@ -32,7 +32,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...problem.options import SPLIT_STEP, WindowSize, check_flag, check_integer, check_window
 from ..torch import check_tensor
 from ..torch.varlen import check_integers
-from .arguments import attend, lengths_of, window_of
+from .arguments import FROM_BOUNDS, NAMES_4, attend, lengths_of, window_of
 from .combine import combine
 from .mods import interval, later_mod_kwargs
 
@@ -112,7 +112,7 @@ def flash_attn_func(
     causal, window, mod_kwargs = _masked(causal, window_size)
     mod_kwargs |= later_mod_kwargs("learnable_sink", learnable_sink, q)
     shared_args = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *shared_args, mod_kwargs)
+    result = attend(q, k, v, *shared_args, mod_kwargs, NAMES_4)
     return result if return_lse else (result, None)
 
 
@@ -187,7 +187,8 @@ def flash_attn_varlen_func(
     if seqlen_k_per_split is not None:
         varlen_kwargs["split_size"] = _split_size(seqlen_k_per_split)
     shared_args = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *shared_args, mod_kwargs, **varlen_kwargs)
+    names = NAMES_4 | FROM_BOUNDS if seqused_k is None else NAMES_4
+    result = attend(q, k, v, *shared_args, mod_kwargs, names, **varlen_kwargs)
     return result if return_lse else (result, None)
 
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...mods.tracing.operand import is_real
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
-from ...problem.foreign import refuse_foreign
+from ...problem.foreign import answers_foreign
 from ...problem.operands import Op, VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.problem import Problem
@@ -62,6 +62,7 @@ def attention(
     q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[AttentionOptions[Any]]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @static_keywords
+@answers_foreign
 def attention(
     q: Any,
     k: Any,
@@ -91,7 +92,6 @@ def attention(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
-    **foreign: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cuflash.forward` as a JAX function with gradients: it returns out, or (out, lse) with return_lse.
 
@@ -110,8 +110,8 @@ def attention(
     may be traced values of any transformation; those that score_mod loads from, bias and sinks have gradients. Where a
     function calls what cuflash has no name for, JAX traces it, and whole arrays that it computes are computed once.
     block_mask is made of JAX arrays, outside of jit; it is a pytree of them, so that new ones may be arguments of a
-    jitted function. dropout_p is static; dropout_seed, an int, a key of jax.random or two uint32, is not: equal seeds
-    drop the same weights.
+    jitted function. dropout_p is static. dropout_seed, an int, a key of jax.random, or an array of one integer or two
+    uint32, is not: equal seeds drop the same weights.
 
     Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
     They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
@@ -133,8 +133,6 @@ def attention(
     >>> jax.grad(lambda q: attention(q, k, v, causal=True).sum())(q).shape
     (2, 100, 4, 64)
     """
-    if foreign:
-        raise refuse_foreign(attention, foreign)
     varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
     named = {"q": q, "k": k, "v": v} | {name: x for name, x in varlen_args._asdict().items() if x is not None}
     options = Options(
@@ -158,6 +156,7 @@ def attention(
 
 
 @static_keywords
+@answers_foreign
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -206,7 +205,7 @@ def dot_product_attention(
     with_lse = check_flag("return_residual", return_residual)
     batch = (arrays[0].shape[0] if arrays[0].ndim == 4 else 1,)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    used = [None if x is None else integers(name, as_jax(name, x), batch) for name, x in lengths.items()]
+    used = [None if x is None else integers(name, as_jax(name, x), batch, "(B,)") for name, x in lengths.items()]
     of_scores = *batch, arrays[0].shape[-2], arrays[0].shape[-3], arrays[1].shape[-3]
     bias, mask = bias_or_mask("bias", bias, of_scores), bias_or_mask("mask", mask, of_scores)
     out = attention(
@@ -228,6 +227,7 @@ def dot_product_attention(
 
 
 @static_keywords
+@answers_foreign
 def triangle_attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
 ) -> jax.Array:
@@ -249,6 +249,7 @@ def triangle_attention(
 
 
 @static_keywords
+@answers_foreign
 def ragged_paged_attention(
     q: Any,
     kv_pages: Any,
@@ -299,13 +300,14 @@ def ragged_paged_attention(
             f"q has shape {q.shape} and kv_pages {kv_pages.shape}; give (tokens, num_q_heads, head_dim) and (pages, "
             "page_size, 2 * num_kv_heads, head_dim)"
         )
+    places = "(max_num_seqs, pages_per_seq)"
     if page_indices.ndim != 2:
-        raise ProblemError(f"page_indices has shape {page_indices.shape}; give (max_num_seqs, pages_per_seq)")
+        raise ProblemError(f"page_indices has shape {page_indices.shape}; give {places}")
     most = page_indices.shape[0]
-    kv_lens = integers("kv_lens", kv_lens, (most,))
-    page_indices = integers("page_indices", page_indices, page_indices.shape)
-    cu_q_lens = integers("cu_q_lens", cu_q_lens, (most + 1,))
-    num_seqs = integers("num_seqs", num_seqs, (1,))
+    kv_lens = integers("kv_lens", kv_lens, (most,), "(max_num_seqs,), rows of page_indices")
+    page_indices = integers("page_indices", page_indices, page_indices.shape, places)
+    cu_q_lens = integers("cu_q_lens", cu_q_lens, (most + 1,), "(max_num_seqs + 1,)")
+    num_seqs = integers("num_seqs", num_seqs, (1,), "one number of sequences")
     if sliding_window is not None and check_integer("sliding_window", sliding_window) < 1:
         raise ProblemError(f"sliding_window={sliding_window}; give how many keys a query sees, 1 or more, or None")
     if mask_value is not None and not (is_real(mask_value) and mask_value <= -1e4):

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from ...errors import ProblemError, UnsupportedError
+from ...errors import REFUSALS, ProblemError, UnsupportedError
 from ...mods.tracing.operand import is_integer
+from ...problem.foreign import renamed
 from ...problem.operands import INTEGERS
 from ...problem.options import Options
 from .handlers import Shape
@@ -21,18 +22,33 @@ _SCALES = ("softmax_scale", "scale", "sm_scale")
 STATIC = frozenset((*Options._fields, *_SCALES, "return_lse", "is_causal", "local_window_size", "return_residual",
                     "implementation", "sliding_window", "soft_cap", "mask_value", "k_scale", "v_scale"))  # fmt: skip
 
+# Names of arguments in errors of `attention`, and those of functions that call it.
+NAMES = {
+    "dot_product_attention": {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "causal": "is_causal",
+                              "seqused_q": "query_seq_lengths", "seqused_k": "key_value_seq_lengths",
+                              "window_size": "local_window_size"},
+    "ragged_paged_attention": {"kv": "kv_pages", "softmax_scale": "sm_scale", "softcap": "soft_cap",
+                               "window_size": "sliding_window", "cu_seqlens_q": "cu_q_lens", "seqused_k": "kv_lens",
+                               "page_table": "page_indices"},
+}  # fmt: skip
+
 
 def static_keywords(function: Call) -> Call:
-    """Decorates a function so that its error for a traced keyword that must be static says how to make it so."""
+    """Decorates a function so that its error for a traced keyword that must be static says how to make it so.
+
+    Other errors have its names of arguments.
+    """
 
     @functools.wraps(function)
     def checked(*arguments: Any, **keywords: Any) -> Any:
         try:
             return function(*arguments, **keywords)
-        except (ProblemError, UnsupportedError) as error:  # why here: a call that is right need not look for tracers
+        except REFUSALS as error:  # why here: a call that is right need not look for tracers
             traced = {name: x for name, x in keywords.items() if name in STATIC and _is_traced(x)}
-            if not traced:
+            if not traced and function.__name__ not in NAMES:
                 raise
+            if not traced:
+                raise renamed(error, NAMES[function.__name__]) from error.__cause__
             names, called = tuple(traced), function.__name__
             scale = ", or multiply q by it, which may be traced" if names[0] in _SCALES else ""
             raise ProblemError(
@@ -48,10 +64,10 @@ def _is_traced(value: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
 
 
-def integers(name: str, array: Any, shape: Shape) -> Any:
-    """An int32 array of this shape."""
+def integers(name: str, array: Any, shape: Shape, axes: str) -> Any:
+    """An int32 array of this shape. axes: the names of its axes."""
     if array.shape != shape or array.dtype != INTEGERS:
-        raise ProblemError(f"{name} is {array.dtype} of shape {array.shape}; give {INTEGERS} of shape {shape}")
+        raise ProblemError(f"{name} is {array.dtype} of shape {array.shape}; give {INTEGERS} of shape {shape}: {axes}")
     return array
 
 

@@ -29,7 +29,7 @@ from ...problem.options import Options, check_dropout
 from ...units import kind_of
 from .primitives import checked_array
 
-_SEEDS = "an int of 64 bits, a key of jax.random, or an array of two uint32"
+_SEEDS = "an int of 64 bits, a key of jax.random, or an array of one integer or of two uint32"
 
 
 def mod_operands(
@@ -99,7 +99,13 @@ def check_seed(seed: Any) -> None:
 
 
 def _seed(seed: Any) -> Any:
-    """A seed as two numbers of 32 bits, the low one first."""
+    """A seed as two numbers of 32 bits, the low one first, or as one of 64 bits."""
+    if isinstance(seed, np.ndarray) and seed.dtype.kind in "iu":  # before JAX narrows integers of 64 bits
+        if seed.size == 1:
+            seed = seed.item()
+        else:
+            spec = ArraySpec.contiguous(seed.shape, str(seed.dtype), library="jax")
+            check_mod_array(DROPOUT_SEED, spec, spec, {})
     if (number := seed_number(seed, _SEEDS)) is not None:
         return jnp.asarray(np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32))
     if seed is None:
@@ -107,12 +113,21 @@ def _seed(seed: Any) -> Any:
     if not isinstance(seed, jax.Array | np.ndarray):
         raise ProblemError(f"dropout_seed is {kind_of(seed)}; give {_SEEDS}")
     if not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        return checked_array("dropout_seed", seed)
+        seed = checked_array("dropout_seed", seed)
+        is_narrow = jnp.issubdtype(seed.dtype, jnp.integer) and seed.dtype.itemsize < 8
+        # An int is one int32 as an argument of a jitted function, and drops what it drops elsewhere.
+        return _words(seed.reshape(())) if is_narrow and seed.size == 1 else seed
     if seed.shape:
         raise ProblemError(f"dropout_seed has {seed.shape} keys; give one")
     words = jax.random.key_data(seed)
     # why: keys of other generators repeat themselves.
     return words if words.shape == (2,) else jax.random.bits(seed, (2,), np.uint32)
+
+
+def _words(seed: jax.Array) -> jax.Array:
+    """An integer of at most 32 bits as the words of one of 64 bits."""
+    low = seed.astype(np.int32 if jnp.issubdtype(seed.dtype, jnp.signedinteger) else np.uint32)
+    return jnp.stack([low.astype(np.uint32), (low < 0).astype(np.uint32) * np.uint32(0xFFFFFFFF)])
 
 
 def _graph(function: Any, kind: str) -> Graph | None:

@@ -16,17 +16,18 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from ...errors import REFUSALS
 from ...mods.tracing.operand import name_of_dtype
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
-from ...problem.foreign import refuse_foreign
+from ...problem.foreign import answers_foreign, refuse_foreign, renamed
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, VarlenArgs
 from ...problem.options import WindowSize, check_flag, is_zero, options_key
 from ...problem.signatures import CheckedOptions
 from ...runtime.call import run
 from . import mods, ops
 from .autograd import attend, plain_ops
-from .flex import arguments_of_flex, axes_of_out, ordered, results_of_flex, wants_lse
+from .flex import NAMES, arguments_of_flex, axes_of_out, ordered, results_of_flex, wants_lse
 from .mods import check_seed
 from .tensors import (
     autocast,
@@ -70,6 +71,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[CheckedOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@answers_foreign
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -191,6 +193,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@answers_foreign
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -203,6 +206,7 @@ def flex_attention(
     kernel_options: Any = None,
     *,
     return_aux: Any = None,
+    **foreign: Never,
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention` on cuflash: its arguments, results, layout and gradients.
 
@@ -226,16 +230,21 @@ def flex_attention(
     >>> flex_attention(query, key, value, lambda score, b, h, q_idx, k_idx: score - abs(q_idx - k_idx)).shape
     torch.Size([2, 4, 100, 64])
     """
+    if foreign:
+        raise refuse_foreign(flex_attention, foreign)
     needs_lse = wants_lse(return_lse, return_aux)
     q, k, v, masks = arguments_of_flex(query, key, value, block_mask, enable_gqa, kernel_options, return_aux)
-    out_axes = axes_of_out(query)
-    is_op = score_mod is None and not masks and bool(_recorded() or becomes_an_op())
-    if out_axes and not is_op:
-        out, lse = _in_order(out_axes, q, k, v, scale, ModArgs(score_mod, **masks))
-    else:
-        results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=needs_lse, **masks)
-        out, lse = results if needs_lse else (results, None)
-        out = ordered(out, out_axes) if out_axes else out  # the op's out has no other order
+    try:
+        out_axes = axes_of_out(query)
+        is_op = score_mod is None and not masks and bool(_recorded() or becomes_an_op())
+        if out_axes and not is_op:
+            out, lse = _in_order(out_axes, q, k, v, scale, ModArgs(score_mod, **masks))
+        else:
+            results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=needs_lse, **masks)
+            out, lse = results if needs_lse else (results, None)
+            out = ordered(out, out_axes) if out_axes else out  # the op's out has no other order
+    except REFUSALS as error:
+        raise renamed(error, NAMES) from error.__cause__
     return results_of_flex(out.transpose(1, 2), lse if needs_lse else None, return_lse, return_aux)
 
 
@@ -252,6 +261,7 @@ def _in_order(
     return out, lse
 
 
+@answers_foreign
 def triangle_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -18,6 +18,7 @@ from ...problem.options import check_flag
 from ...units import kind_of
 from .tensors import check_tensor, uncompiled
 
+NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}  # in errors of `attention`, and here
 _TOP = "torch.nn.attention.flex_attention"
 _complete_lists: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 

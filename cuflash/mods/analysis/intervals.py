@@ -1,18 +1,17 @@
-"""Intervals of keys that a row may see, from its mask alone, where the mask is an interval or lies in one.
+"""Masks that are a band around the diagonal, found by the interval of keys that each row may see.
 
-Sums that may wrap, of captured int64, have none. Sums that are built here are int64 where int32 may wrap.
+Sums that may wrap, of captured int64, have no interval. Sums that are built here are int64 where int32 may wrap.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from ..graph.affine import from_linear
 from ..graph.graph import MAX_INDEX, Node, post_order, variable
 from ..graph.linear import LinearForm, linear
-from ..graph.operations import BITS, COMPARISONS, Type
+from ..graph.operations import COMPARISONS, Type
 from ..graph.simplify import build, cast, constant
 
 # An open end: all keys lie between -OPEN and OPEN.
@@ -25,20 +24,6 @@ MAX_FACTOR = 2**31 - 1
 _WRAPPING = {"add", "subtract", "multiply", "negative", "absolute", "left_shift"}
 
 
-@dataclass(frozen=True, slots=True)
-class RowInterval:
-    """The keys that a row may see, first <= k_idx <= last; none if first > last.
-
-    first, last: int32 nodes that do not depend on k_idx; an open end is -OPEN or OPEN.
-    is_exact: the row sees all of these keys. is_monotone: neither end falls when q_idx rises.
-    """
-
-    first: Node
-    last: Node
-    is_exact: bool
-    is_monotone: bool
-
-
 class _Span(NamedTuple):
     """An interval during the analysis; None is an open end.
 
@@ -49,17 +34,6 @@ class _Span(NamedTuple):
     last: Node | None = None
     is_exact: bool = True
     condition: Node | None = None
-
-
-def row_interval(mask: Node) -> RowInterval | None:
-    """Returns the interval of keys that a row may see; None if there is no bound."""
-    span = _span_of_mask(mask)
-    if span is None or (span.first is None and span.last is None and not span.is_exact):
-        return None
-    # why one more on the side where there are no keys: the ends of an empty interval then stay in their order.
-    first = _clamped(span.first or constant(-OPEN), -OPEN, OPEN + 1)
-    last = _clamped(span.last or constant(OPEN), -OPEN - 1, OPEN)
-    return RowInterval(first, last, span.is_exact, _never_falls(first) and _never_falls(last))
 
 
 class Band(NamedTuple):
@@ -114,13 +88,6 @@ def _span_of_mask(mask: Node) -> _Span | None:
     return spans[mask, True]
 
 
-def _clamped(end: Node, least: int, greatest: int) -> Node:
-    """Returns an end as int32."""
-    if end.type == Type.INT32:
-        return end
-    return cast(build("minimum", build("maximum", end, constant(least)), constant(greatest)), Type.INT32)
-
-
 def _span(node: Node, is_true: bool, spans: dict[tuple[Node, bool], _Span | None]) -> _Span | None:
     """Returns the span where a condition is true, or false, from the spans of the conditions below it."""
     if "k_idx" not in node.inputs:
@@ -143,10 +110,7 @@ def _span(node: Node, is_true: bool, spans: dict[tuple[Node, bool], _Span | None
 
 def _span_of_row(condition: Node) -> _Span:
     """Returns the span of all keys where a condition of the row holds, and of none elsewhere."""
-    # why one end: with both, an end falls whenever the condition changes.
-    if _never_falls(condition) or not _never_rises(condition):
-        return _Span(last=build("where", condition, constant(OPEN), constant(-OPEN - 1)), condition=condition)
-    return _Span(first=build("where", condition, constant(-OPEN), constant(OPEN + 1)), condition=condition)
+    return _Span(last=build("where", condition, constant(OPEN), constant(-OPEN - 1)), condition=condition)
 
 
 def _span_of_comparison(node: Node, is_true: bool) -> _Span | None:
@@ -305,55 +269,3 @@ def _is_at_least(x: Node, y: Node, more: int = 0) -> bool:
     if x.op == "maximum" and any(_is_at_least(each, y, more) for each in x.arguments):
         return True
     return y.op == "minimum" and any(_is_at_least(x, each, more) for each in y.arguments)
-
-
-def _never_falls(node: Node) -> bool:
-    """True if a proof exists that the value never falls when q_idx rises. True is above False."""
-    return _keeps_direction(node, 1)
-
-
-def _never_rises(node: Node) -> bool:
-    return _keeps_direction(node, -1)
-
-
-def _keeps_direction(node: Node, sign: int) -> bool:
-    """True if sign × node provably never falls when q_idx rises. Captured arrays need not be sorted."""
-    if "q_idx" not in node.inputs:
-        return True
-    if node.type.is_float or any(each.type.is_float for each in node.arguments):
-        return False
-    if node.op == "input":
-        return sign > 0
-    x, y = node.arguments[0], node.arguments[-1]
-    if node.op in ("add", "minimum", "maximum", "fmin", "fmax") or (node.op in BITS and node.type == Type.BOOL):
-        return node.op != "bitwise_xor" and all(_keeps_direction(each, sign) for each in node.arguments)
-    if node.op in ("negative", "logical_not", "invert"):
-        return _keeps_direction(x, -sign)
-    if node.op == "subtract":
-        return _keeps_direction(x, sign) and _keeps_direction(y, -sign)
-    if node.op in ("less", "less_equal"):
-        return _keeps_direction(x, -sign) and _keeps_direction(y, sign)
-    if node.op == "where":
-        return _keeps_direction_of_where(node, sign)
-    if node.op == "cast":
-        least, greatest = node.type.limits
-        return least <= x.bounds[0] and x.bounds[1] <= greatest and _keeps_direction(x, sign)
-    if node.op in ("multiply", "floor_divide", "truncated_divide", "right_shift") and "q_idx" not in y.inputs:
-        least = 0 if node.op in ("multiply", "right_shift") else 1
-        return y.bounds[0] >= least and _keeps_direction(x, sign)
-    return False
-
-
-def _keeps_direction_of_where(node: Node, sign: int) -> bool:
-    condition, x, y = node.arguments
-    if not _keeps_direction(x, sign) or not _keeps_direction(y, sign):
-        return False
-    if "q_idx" not in condition.inputs:
-        return True
-    if node.type == Type.BOOL:
-        return False
-    # why: a rising condition goes from y to x, so x must lie on the right side of y.
-    greater, smaller = (x, y) if sign > 0 else (y, x)
-    if _never_falls(condition):
-        return _is_at_least(greater, smaller)
-    return _never_rises(condition) and _is_at_least(smaller, greater)

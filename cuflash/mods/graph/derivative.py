@@ -42,7 +42,7 @@ def differentiate(root: Node, seed: Node | None = None) -> dict[Node, Node]:
                 part = _part(each, place, adjoints[each])
                 adjoints[argument] = _sum(adjoints[argument], part) if argument in adjoints else part
     keys = [each for each in order if _is_key(each)]
-    return dict(zip(keys, settled(_closed(adjoints.get(each)) for each in keys), strict=True))
+    return dict(zip(keys, settled([_closed(adjoints.get(each)) for each in keys], are_settled=True), strict=True))
 
 
 def _is_key(node: Node) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+
+import numpy as np
 
 from .graph import MAX_INDEX, Node, Range
 from .linear import LinearForm, linear
@@ -134,7 +137,10 @@ def leaves_int64(op: str, args: list[Node]) -> bool:
     """
     if op not in GROWING or any(not each.type.is_integer and each.type != Type.BOOL for each in args):
         return False
-    return not is_inside(extent_of(op, args), Type.INT64) and not _has(args, _is_unbounded)
+    if is_inside(extent_of(op, args), Type.INT64) or has(args, _is_unbounded):
+        return False
+    # why: nothing is known of captured numbers of bits, either, and 8 bits hold many that are too large.
+    return op != "left_shift" or not has(args[1:], lambda x: x.op == "load")
 
 
 def _is_unbounded(x: Node) -> bool:
@@ -148,10 +154,32 @@ def is_wide(x: Node) -> bool:
         return True
     if not x.type.is_integer or max(map(abs, x.ends)) <= WHOLE_FLOATS:
         return False
-    return _has([x], lambda each: each.op == "load")
+    return has([x], lambda each: each.op == "load")
 
 
-def _has(roots: list[Node], matches: Callable[[Node], bool]) -> bool:
+def is_large(x: Node) -> bool:
+    """True of integers beyond an index, such as flat indices: float32 does not hold them where it holds indices."""
+    if not x.type.is_integer:
+        return False
+    return not is_inside(x.ends, Type.INT32) or has([x], _is_large_constant)
+
+
+def _is_large_constant(x: Node) -> bool:
+    return x.op == "constant" and abs(x.value) >= WHOLE_FLOATS
+
+
+def needs_digits(value: float) -> bool:
+    """True of a number that float32 does not hold, or beside which it does not hold every integer."""
+    return math.isfinite(value) and (abs(value) >= WHOLE_FLOATS or not is_float32(value))
+
+
+def is_float32(value: float) -> bool:
+    """True of a number that float32 holds."""
+    with np.errstate(over="ignore"):
+        return value != value or float(np.float32(value)) == value
+
+
+def has(roots: list[Node], matches: Callable[[Node], bool]) -> bool:
     """True if a node matches. why not post_order: a sum of many terms asks for each, and the first has it often."""
     visited, stack = set(roots), list(roots)
     while stack:

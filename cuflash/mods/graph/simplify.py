@@ -78,6 +78,17 @@ def cast(x: Node, type: Type) -> Node:
     return node("cast", type, [x], range=range, extent=extent)
 
 
+def number_of_numpy(value: float) -> Node:
+    """Returns a number that makes float64 of a float32 beside it, until `precision` decides; `constant` makes none."""
+    return node("cast", FLOAT64, [constant(value, FLOAT64)])
+
+
+def number_in(x: Node) -> float | None:
+    """Returns the value of a float that is a number of Python or of NumPy; None of others."""
+    x = x.arguments[0] if x.op == "cast" else x
+    return x.value if x.op == "constant" and x.type.is_float else None
+
+
 def _is_inside(x: Node) -> bool:
     """True if -x does not wrap."""
     return x.bounds[0] > x.type.limits[0]
@@ -270,7 +281,7 @@ def _simplified_power(x: Node, y: Node) -> Node | None:
     if y.op == "constant" and y.value in (0.5, -0.5):
         return build("sqrt" if y.value > 0 else "rsqrt", x)
     if x.op == "constant" and x.value > 0 and math.isfinite(x.value):
-        return build("exp2", build("multiply", y, constant(math.log2(x.value))))
+        return build("exp2", build("multiply", y, constant(math.log2(x.value), x.type)))
     return None
 
 

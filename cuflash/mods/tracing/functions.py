@@ -8,12 +8,13 @@ from functools import partial, reduce
 from typing import Any
 
 from ...errors import ProblemError
-from ..graph.extents import is_inside, is_wide, leaves_int64
+from ..graph.extents import is_inside, leaves_int64
 from ..graph.float_ranges import rounded_range
 from ..graph.graph import Node
-from ..graph.operations import FLOATING, ROUNDING, UNARY, Type
+from ..graph.operations import COMPARISONS, FLOATING, ROUNDING, UNARY, Type
 from ..graph.simplify import build, cast, constant
 from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, type_of_cast
+from .promotion import of_whole_number, promoted
 
 BOOL, INT32, INT64, FLOAT32, UINT64, FLOAT64 = Type
 MAX_EXPONENT = 8  # of integer powers, which become products
@@ -28,7 +29,9 @@ def operation(op: str, *values: Any) -> Node:
         raise TypeError(f"it takes {1 if op in UNARY else 2} but was given {len(values)}")
     nodes = [as_node(value) for value in values]
     if op in ("greater", "greater_equal"):
-        return build("less" if op == "greater" else "less_equal", nodes[1], nodes[0])
+        op, nodes = "less" if op == "greater" else "less_equal", nodes[::-1]
+    if op in COMPARISONS and (result := of_whole_number(op, *nodes)) is not None:
+        return result
     if op == "power" and not any(each.type.is_float for each in nodes):
         return _integer_power(*nodes)
     if leaves_int64(op, nodes):
@@ -37,9 +40,7 @@ def operation(op: str, *values: Any) -> Node:
             "minimum, clip or %, or compute with floats"
         )
     if op in FLOATING or any(each.type.is_float for each in (nodes[1:] if op == "where" else nodes)):
-        nodes = [cast(each, FLOAT64) if is_wide(each) else each for each in nodes]
-        if {each.type for each in nodes if each.op != "constant" and each.type.is_float} == {FLOAT32}:
-            nodes = [cast(each, FLOAT32) if each.type == FLOAT64 else each for each in nodes]  # numbers widen nothing
+        nodes = promoted(op, nodes)
     try:
         return build(op, *nodes)
     except ProblemError as error:
@@ -276,9 +277,9 @@ def as_integer(op: str) -> Callable[[Any], Node]:
 
 
 def as_float(x: Any) -> Node:
-    """Returns a number as Python's float: float64 where float32 may lose digits."""
+    """Returns a number as Python's float."""
     node = as_node(x)
-    return node if node.type.is_float else cast(node, FLOAT64 if is_wide(node) else FLOAT32)
+    return node if node.type.is_float else cast(node, FLOAT64)
 
 
 # Names of all libraries, after the names of operations themselves, for the functions above and for operations.

@@ -14,7 +14,7 @@ from ..graph.graph import Graph, Node, variable
 from ..graph.simplify import build, constant
 from .array_tracer import Arrays, TracedArray
 from .functions import call, operation, to_type
-from .operand import Operand, captured, fault, is_array, source_line, type_of_dtype
+from .operand import Operand, as_node, captured, fault, is_array, source_line, type_of_dtype
 from .trace import SIGNATURES, graph_of
 from .tracers import TracedScalar
 
@@ -54,6 +54,8 @@ class _Reader:
         """Returns the traced value of a constant: a number of Python or NumPy, or an array, which is captured."""
         if isinstance(value, Operand | list):
             return value
+        if isinstance(value, np.floating):
+            return TracedScalar(as_node(value))
         if isinstance(value, np.generic):
             return TracedScalar(constant(value.item(), type_of_dtype(value.dtype)))
         if not is_array(value):

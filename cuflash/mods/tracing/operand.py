@@ -13,9 +13,10 @@ import numpy as np
 from ...arrays.packages import PACKAGES
 from ...errors import ProblemError
 from ...units import kind_of
+from ..graph.extents import is_float32
 from ..graph.graph import CapturedArray, Node, Range
 from ..graph.operations import Type
-from ..graph.simplify import constant
+from ..graph.simplify import constant, number_of_numpy
 
 # Functions of these, and of array libraries, take traced values by name; all others are user functions, and are traced
 # themselves.
@@ -137,22 +138,19 @@ def as_node(value: Any) -> Node:
     if is_number and not isinstance(value, np.timedelta64):
         if is_integer(value) and not -(2**63) <= value < 2**64:
             raise fault(f"{value} is no integer of 64 bits; write it as a float")
-        is_long = isinstance(value, float | np.floating) and _needs_digits(float(value))
+        if isinstance(value, np.floating) and value.itemsize >= 8:
+            return number_of_numpy(float(value))
+        is_long = isinstance(value, float) and not is_float32(value)
         return constant(value, Type.FLOAT64 if is_long else None)
     if is_array(value):
         if math.prod(value.shape) == 1:
-            return constant(value.item(), type_of_dtype(value.dtype))
+            type = type_of_dtype(value.dtype)
+            return number_of_numpy(value.item()) if type == Type.FLOAT64 else constant(value.item(), type)
         raise fault(
             f"an array of shape {tuple(value.shape)} that the function itself made or changed meets traced values; "
             "make it before the call and refer to it, so that it is captured"
         )
     raise fault(f"{kind_of(value)} meets traced values; numbers and arrays do")
-
-
-def _needs_digits(value: float) -> bool:
-    """True of a number that float32 does not hold."""
-    with np.errstate(over="ignore"):
-        return value == value and float(np.float32(value)) != value
 
 
 def extent_of_dtype(name: str) -> Range | None:

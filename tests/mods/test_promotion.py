@@ -1,0 +1,96 @@
+"""Numbers of Python and of NumPy, arrays and indices meet in the types of NumPy, and compare as they do there."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+import pytest
+from exact_mods import PLACES, ROWS, SECONDS, TIMES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.mods.graph.derivative import differentiate
+from cuflash.mods.graph.graph import post_order, variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.tracing.trace import trace
+from cuflash.reference.evaluate import evaluate
+
+ZERO_D = np.array(1_700_000_030.2)
+TENTHS = np.float32(0.1) * PLACES.astype(np.float32)
+SHORT = PLACES.astype(np.int8)
+MEETINGS = {
+    "a number of Python": lambda b, h, i, j: (TENTHS[j] <= 0.3) & (TENTHS[i] + 0.1 >= TENTHS[j] * 1.7),
+    "a number of NumPy": lambda b, h, i, j: (TENTHS[j] <= np.float64(0.3)) | (TENTHS[i] + np.float64(0.1) > 0.2),
+    "an array without axes": lambda b, h, i, j: (TENTHS[j] + ZERO_D <= ZERO_D + 0.4) & (TIMES[i] < ZERO_D),
+    "a float32 of NumPy": lambda b, h, i, j: TENTHS[j] <= np.float32(0.3),
+    "short integers": lambda b, h, i, j: (SHORT[j] * 0.1 + 0.2 <= 0.3) | (SHORT[i] == 2.0),
+    "indices": lambda b, h, i, j: (i * 0.1 + 0.2 <= 0.3) | (j > 4.9999999999),
+    "a larger index": lambda b, h, i, j: (2**28 + i + 0.25 > 2**28 + j) & (i < np.float64(1e300)),
+    "a cast float32": lambda b, h, i, j: TENTHS[j].astype("float64") + 0.25 <= TENTHS[i] + np.float32(0.25),
+    "a function of a number": lambda b, h, i, j: TENTHS[j] > np.sqrt(np.float64(0.09)),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_numbers_meet_as_in_numpy(name: str) -> None:
+    visible = np.broadcast_to(MEETINGS[name](0, 0, PLACES[:, None], PLACES), (ROWS, ROWS))
+    one = np.zeros((1, ROWS, 1, 8), np.float32)
+    counts = np.exp(cuflash.lse(one, one, mask_mod=MEETINGS[name])).ravel()
+    np.testing.assert_allclose(counts, visible.sum(axis=1), rtol=1e-6)
+
+
+def test_functions_of_the_language_take_numbers_of_numpy() -> None:
+    assert cuflash.mods.exp(np.float64(0.3)) == pytest.approx(math.exp(0.3), rel=1e-12)
+
+
+def test_a_guard_of_a_gradient_decides_as_the_function_does() -> None:
+    later = SECONDS + np.float32(60)
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score * np.where(SECONDS[i] + np.float64(60.0) <= later[j], 2.0, 1.0)
+
+    slope = differentiate(trace(score_mod, "score_mod").root)[variable("score")]
+    (values,) = evaluate([slope], {"q_idx": PLACES[:, None], "k_idx": PLACES}, [SECONDS, later])
+    is_double = SECONDS[:, None] + np.float64(60.0) <= later
+    assert (is_double != (SECONDS[:, None] + np.float32(60.0) <= later)).any()
+    np.testing.assert_array_equal(values, np.where(is_double, 2.0, 1.0))
+
+
+INTEGERS = np.array([0, 1, -1, 2**24, 2**24 + 1, 2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63)])
+NATURALS = np.array([0, 1, 2**24 + 1, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1], np.uint64)
+NUMBERS = st.one_of(
+    st.floats(),
+    st.sampled_from([*map(float, INTEGERS), *map(float, NATURALS)]),
+    st.integers(-(2**66), 2**66).map(float),
+    st.integers(-9, 9).map(lambda n: n + 1e-9),
+)
+COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+@pytest.mark.filterwarnings("ignore:mask_mod .* was traced with")
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(NUMBERS, st.sampled_from(COMPARED), st.sampled_from([float, np.float64]))
+def test_integers_compare_exactly_with_numbers(number: float, name: str, kind: Any) -> None:
+    compare, value = getattr(operator, name), kind(number)
+    for array in (INTEGERS, NATURALS):
+        for is_first in (True, False):
+            pair = (lambda x: (x, value)) if is_first else (lambda x: (value, x))
+            graph = trace(lambda b, h, i, j, pair=pair, array=array: compare(*pair(array[j])), "mask_mod")
+            (visible,) = evaluate([graph.root], {"k_idx": np.arange(len(array))}, [x.array for x in graph.arrays])
+            pairs = [(x, number) if is_first else (number, x) for x in array.tolist()]
+            assert np.broadcast_to(visible, len(array)).tolist() == [compare(*each) for each in pairs]
+
+
+def test_indices_compare_as_integers_where_float32_is_not_exact() -> None:
+    for mask_mod in (
+        lambda b, h, i, j: j - i > 0.3,
+        lambda b, h, i, j: j - i < 2.0**24 + 1,
+        lambda b, h, i, j: i == 1e30,
+    ):
+        assert all(not each.type.is_float for each in post_order([trace(mask_mod, "mask_mod").root]))
+    root = trace(lambda b, h, i, j: j - i > 0.5, "mask_mod").root
+    assert {each.type for each in post_order([root]) if each.type.is_float} == {Type.FLOAT32}
