@@ -357,6 +357,20 @@ def test_compiled_around(backend: str) -> None:
     assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_compiler_stays_outside_after_it_gave_the_caller_up(case: str) -> None:
+    """It then enters the functions that a call of `attention` consists of one by one."""
+    torch._dynamo.reset()
+    shape, arguments = CASES[case]
+    tensors, bias = random_qkv("cpu"), parameter("cpu", *shape)
+    given_up = torch.compiler.disable(attention, recursive=False)
+    results = []
+    for function in (attention, torch.compile(lambda *x, **options: given_up(*x, **options), backend="aot_eager")):
+        out = function(*tensors, **arguments(bias))
+        results.append([out, *torch.autograd.grad(out.sin().sum(), (*tensors, bias))])
+    assert_equal(*results)
+
+
 def test_a_whole_graph_is_refused() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(Model("cpu"), backend="eager", fullgraph=True)
