@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from eager_torch import assert_close, eager
 from exact_mods import MASKS, exact, with_arrays
 from exact_mods import ROWS as EXACT_ROWS
 from tensors import assert_equal, loss, random_qkv, with_lse
+from warned import warnings_are_errors
 
 from cuflash.frameworks.torch import attention, autograd
 from cuflash.planning import captured_gradients
@@ -290,8 +290,7 @@ def test_sums_without_a_fixed_order_warn_if_pytorch_is_to_warn(
         requested.clear()
         return torch.autograd.grad(attention(*tensors, **_table(table), **options).sum(), table)[0]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         expected = gradient()
         assert requested == [False]
         algorithms(True)
