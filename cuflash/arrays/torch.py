@@ -127,6 +127,11 @@ class TorchLibrary(GpuLibrary):
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach().resolve_neg()
+        if type(array).__torch_dispatch__ is not self._torch.Tensor.__torch_dispatch__:
+            raise UnsupportedError(
+                f"a mode of torch is active, in which tensors become {type(array).__name__} without values; call "
+                "cuflash outside of it, or attention of cuflash.frameworks.torch, which is an op there"
+            )
         itemsize, dtype = array.element_size(), str(array.dtype).removeprefix("torch.")
         _, end = ArraySpec(tuple(array.shape), tuple(array.stride()), dtype, "cpu", self.name).span
         needed = end and end + array.storage_offset() * itemsize

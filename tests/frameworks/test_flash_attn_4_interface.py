@@ -6,9 +6,11 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from refusals import refused
 from tensors import arguments_of, assert_pulled, assert_pulled_sequences, assert_results, assert_sequences
 from tensors import random_qkv as dense
 
@@ -71,6 +73,22 @@ def test_dense(options: dict[str, Any], mask: dict[str, Any], device: str) -> No
     alone, nothing = fa4.flash_attn_func(*tensors, **options, deterministic=True)
     assert torch.equal(alone, out)
     assert nothing is None
+
+
+@pytest.mark.parametrize("window", [(3, 2), (5, -3), (-1, -1)])
+def test_a_window_in_an_array_is_read_between_graphs(window: tuple[int, int]) -> None:
+    tensors = dense("cpu", torch.float32)
+    expected, _ = fa4.flash_attn_func(*tensors, window_size=window)
+
+    def function(window: Any) -> Any:
+        return fa4.flash_attn_func(*tensors, window_size=window)[0]
+
+    for array in (torch.tensor(window), np.array(window)):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(function, backend="aot_eager")(array), expected)
+        torch._dynamo.reset()
+        with refused(torch._dynamo.exc.Unsupported, "window_size is one tensor or array", "give two Python ints"):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(array)
 
 
 # A negative side, and the same keys as a window without one around another diagonal: so much further to the right.

@@ -300,8 +300,10 @@ def test_calls_without_heads_have_empty_results_and_gradients() -> None:
         gradients = torch.autograd.grad(result.sum(), inputs)
         assert [x.shape for x in gradients] == [x.shape for x in inputs]
     tensors = *packed, *bounds, 30, 30, 0.0, False, False
-    with torch.no_grad():
-        assert OPS._flash_attention_forward_no_dropout_inplace(out, *tensors).shape == (0, 40)
+    in_place = getattr(OPS, "_flash_attention_forward_no_dropout_inplace", None)
+    if in_place is not None:  # PyTorch before 2.12 has none
+        with torch.no_grad():
+            assert in_place(out, *tensors).shape == (0, 40)
 
 
 def test_the_flash_and_the_memory_efficient_backend_become_the_first_choices(monkeypatch: pytest.MonkeyPatch) -> None:

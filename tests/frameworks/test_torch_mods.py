@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from eager_torch import assert_close, eager
 from exact_mods import MASKS, exact, with_arrays
 from exact_mods import ROWS as EXACT_ROWS
 from tensors import assert_equal, loss, random_qkv, with_lse
+from warned import warnings_are_errors
 
 from cuflash.frameworks.torch import attention, autograd
 from cuflash.planning import captured_gradients
@@ -290,8 +290,7 @@ def test_sums_without_a_fixed_order_warn_if_pytorch_is_to_warn(
         requested.clear()
         return torch.autograd.grad(attention(*tensors, **_table(table), **options).sum(), table)[0]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         expected = gradient()
         assert requested == [False]
         algorithms(True)
@@ -355,6 +354,20 @@ def test_compiled_around(backend: str) -> None:
         out = function(*tensors)
         results.append([out, *torch.autograd.grad(out.sum(), inputs)])
     assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_compiler_stays_outside_after_it_gave_the_caller_up(case: str) -> None:
+    """It then enters the functions that a call of `attention` consists of one by one."""
+    torch._dynamo.reset()
+    shape, arguments = CASES[case]
+    tensors, bias = random_qkv("cpu"), parameter("cpu", *shape)
+    given_up = torch.compiler.disable(attention, recursive=False)
+    results = []
+    for function in (attention, torch.compile(lambda *x, **options: given_up(*x, **options), backend="aot_eager")):
+        out = function(*tensors, **arguments(bias))
+        results.append([out, *torch.autograd.grad(out.sin().sum(), (*tensors, bias))])
+    assert_equal(*results)
 
 
 def test_a_whole_graph_is_refused() -> None:

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cuflash
+from cuflash import ProblemError, UnsupportedError
+
 torch = pytest.importorskip("torch")
-from tensors import arguments_of
+from refusals import refused
+from tensors import arguments_of, assert_equal
 from torch.utils.flop_counter import FlopCounterMode
 
-from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention
 from cuflash.frameworks.torch.ops import Arguments
 from cuflash.testing.sequences import Sequences, varlen_arrays
@@ -169,3 +172,24 @@ def test_flops_of_tensors_without_memory_count_the_most_that_lengths_may_be() ->
         q, bounds = torch.empty(20, 2, 8), torch.empty(4, dtype=torch.int32)
         bound = counted(lambda: attention(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=6))
     assert bound == 2 * 2 * 3 * 6 * 20 * 16
+
+
+def test_real_tensors_under_a_mode_of_fake_ones_have_fake_results_or_a_reason() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    q, bounds = torch.randn(1, 8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    with_mods = {"bias": {"bias": torch.zeros(8, 8)}, "mask": {"mask_mod": lambda b, h, i, j: i >= j},
+                 "dropout": {"dropout_p": 0.5}, "sinks": {"sinks": torch.zeros(2)}}  # fmt: skip
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for out in (attention(q, q, q, check=True), attention(q[0], q[0], q[0], **packed)):
+            assert type(out) is FakeTensor
+        for arguments in with_mods.values():
+            with refused(UnsupportedError, "dropout_p under a FakeTensorMode", "call outside of it"):
+                attention(q, q, q, **arguments)
+        with refused(UnsupportedError, "check=True reads cu_seqlens_q, cu_seqlens_k"):
+            attention(q[0], q[0], q[0], **packed, check=True)
+        for function in (cuflash.forward, lambda q, k, v: cuflash.lse(q, k)):
+            with refused(UnsupportedError, "tensors become FakeTensor without values; call cuflash outside of it"):
+                function(q, q, q)
+    assert_equal(cuflash.forward(q, q, q), attention(q, q, q))

@@ -250,13 +250,75 @@ def test_check_is_refused_where_a_call_is_traced() -> None:
         return attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, check=True)
 
     text = "check=True reads cu_seqlens_q, cu_seqlens_k"
-    with refused(torch._dynamo.exc.Unsupported, text):
+    torch._dynamo.reset()
+    with refused(torch._dynamo.exc.Unsupported, text, "leave fullgraph=False"):
         torch.compile(checked, backend="eager", fullgraph=True)(q)
     with refused(UnsupportedError, text):
         torch.func.grad(lambda q: checked(q).sum())(q)
     with refused(UnsupportedError, text):
         torch.fx.experimental.proxy_tensor.make_fx(checked)(q)
+    with refused(UnsupportedError, text):
+        torch.export.export(Checked(checked), (q,), strict=False)
     assert checked(q).shape == q.shape
+
+
+class Checked(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, q: Any) -> Any:
+        return self.function(q)
+
+
+CHECKED = {
+    "plain": {},
+    "bias": {"bias": torch.arange(64.0).view(8, 8)},
+    "mask_mod": {"mask_mod": lambda b, h, i, j: i >= j},
+    "dropout": {"dropout_p": 0.5, "dropout_seed": 3},
+}
+
+
+@pytest.mark.parametrize("mods", CHECKED)
+def test_check_reads_between_the_graphs_of_compiled_code(mods: str) -> None:
+    torch._dynamo.reset()
+    right, wrong = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 8], [0, 9, 8]))
+
+    def checked(q: Any, bounds: Any) -> Any:
+        return attention(2 * q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, check=True, **CHECKED[mods]) + 1
+
+    compiled, tensors = torch.compile(checked, backend="aot_eager"), []
+    q = torch.randn(8, 2, 8, requires_grad=True)
+    for call in (compiled, checked):
+        out = call(q, right)
+        tensors.append((out, *torch.autograd.grad(out.sin().sum(), q)))
+    assert_equal(*tensors)
+    with refused(ProblemError, "cu_seqlens_q is [0, 9, 8]"):
+        compiled(q, wrong)
+
+
+@pytest.mark.parametrize("mods", CHECKED)
+def test_a_call_without_lengths_has_nothing_to_check(mods: str) -> None:
+    torch._dynamo.reset()
+    q = torch.randn(3, 2, 8, 2, 8)
+
+    def checked(q: Any) -> Any:
+        return attention(q, q, q, check=True, **CHECKED[mods])
+
+    def plain(q: Any) -> Any:
+        return attention(q, q, q, **CHECKED[mods])
+
+    def gradient(call: Any) -> Any:
+        return torch.func.grad(lambda q: call(q).sin().sum())(q[0])
+
+    is_plain = not CHECKED[mods]
+    assert_equal(torch.compile(checked, backend="aot_eager", fullgraph=is_plain)(q[0]), plain(q[0]))
+    assert_equal(gradient(checked), gradient(plain))
+    with pytest.raises(UnsupportedError, match="tangent of forward-mode"):
+        torch.func.jvp(checked, (q[0],), (q[0],))
+    if is_plain:
+        assert_equal(torch.vmap(checked)(q), torch.stack([*map(plain, q)]))
+        assert_equal(torch.fx.experimental.proxy_tensor.make_fx(checked)(q[0])(q[1]), plain(q[1]))
 
 
 def test_check_is_a_bool() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from eager_torch import assert_close
 from tensors import assert_equal
+from warned import warnings_are_errors
 
 from cuflash import ProblemError
 from cuflash.frameworks.torch import attention, ops
@@ -63,8 +63,7 @@ def combinations(rank: int) -> list[Axes]:
 
 @pytest.fixture(autouse=True)
 def no_warnings() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         yield
 
 

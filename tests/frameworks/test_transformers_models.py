@@ -108,6 +108,36 @@ def test_models_of_images_that_take_attention_from_a_table_are_those_of_eager(
             next(x for x in model.modules() if type(x).__name__ == "OnCuflash")(None, output_attentions=True)
 
 
+@pytest.mark.parametrize("has_mask", [True, False], ids=["mask", ""])
+@pytest.mark.parametrize("family", VISION)
+def test_models_of_images_are_one_graph(family: str, has_mask: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers without a bias of positions run on cuflash there, and others on PyTorch's function."""
+    torch._dynamo.reset()
+    tables._log_sdpa.cache_clear()
+    settings = SMALL_VISION | VISION[family] | {"use_rel_pos": has_mask, "use_relative_position_bias": has_mask}
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = getattr(transformers, f"{family}Model")._from_config(config, attn_implementation="cuflash").eval()
+    images = torch.randn(1, 3, 32, 32)
+    with caplog.at_level("DEBUG", "cuflash"):
+        out = torch.compile(model, fullgraph=True, backend="aot_eager")(images).last_hidden_state
+    torch.testing.assert_close(out, model(images).last_hidden_state, rtol=1e-4, atol=1e-4)
+    messages = [record.getMessage() for record in caplog.records if "not cuflash" in record.getMessage()]
+    assert len(messages) == has_mask
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", VISION)
+def test_attention_weights_are_refused_where_layers_get_no_flag(family: str, is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    config = getattr(transformers, f"{family}Config")(**SMALL_VISION, **VISION[family])
+    model = getattr(transformers, f"{family}Model")._from_config(config, attn_implementation="cuflash").eval()
+    images = torch.randn(1, 3, 32, 32)
+    call = torch.compile(model, backend="eager") if is_compiled else model
+    with pytest.raises(UnsupportedError, match=r'output_attentions=True: cuflash never holds.*"eager"$'):
+        call(images, output_attentions=True)
+    assert call(images).last_hidden_state.shape[0] == 1
+
+
 def test_models_whose_attention_is_from_a_table_are_copied_and_pickled() -> None:
     config = transformers.SamVisionConfig(**SMALL_VISION, **SAM)
     model = transformers.SamVisionModel._from_config(config, attn_implementation="cuflash").eval()

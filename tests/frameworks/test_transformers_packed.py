@@ -14,6 +14,7 @@ from models import IDS, ONES, as_exact_as, close, counted_calls, exact_model, he
 
 import cuflash.frameworks.transformers as bridge
 from cuflash.errors import ProblemError
+from cuflash.frameworks.transformers import models as tables
 from cuflash.frameworks.transformers.masks import Pattern, SequenceMask
 
 __all__ = ["counted_calls"]  # the fixture
@@ -241,7 +242,7 @@ def test_positions_that_change_are_read_again() -> None:
 
 
 def test_what_goes_to_sdpa_is_logged_once_for_a_model(caplog: pytest.LogCaptureFixture) -> None:
-    bridge._log_sdpa.cache_clear()
+    tables._log_sdpa.cache_clear()
     between = ONES.clone()
     between[1, 4:7] = 0
     with torch.no_grad(), caplog.at_level(logging.DEBUG, "cuflash"):

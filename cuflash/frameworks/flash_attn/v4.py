@@ -23,14 +23,17 @@ open; here, as there, it shows no key unless both sides are negative.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...errors import ProblemError, UnsupportedError
 from ...problem.options import SPLIT_STEP, WindowSize, check_flag, check_integer, check_window
 from ..torch import check_tensor
+from ..torch.tensors import uncompiled
 from ..torch.varlen import check_integers
 from .arguments import FROM_BOUNDS, NAMES_4, attend, lengths_of, window_of
 from .combine import combine
@@ -297,7 +300,10 @@ def _split_size(seqlen_k_per_split: Any) -> int:
 def _masked(causal: Any, window_size: Any) -> tuple[bool, Any, dict[str, Any]]:
     """The window as `attention` takes it, which knows no negative sides: a mask_mod shows the keys of such a one."""
     check_flag("causal", causal)
-    window = window_of(window_size)
+    # Signs of sides decide on the call, and an array has none in a graph; one of a single number is guarded by it.
+    is_unread = torch.compiler.is_dynamo_compiling() and isinstance(window_size, (torch.Tensor, np.ndarray))
+    # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
+    window = (sys.modules[__name__].uncompiled_window_of if is_unread else window_of)(window_size)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         check_window(window)  # which raises
     left, right = window
@@ -310,3 +316,12 @@ def _masked(causal: Any, window_size: Any) -> tuple[bool, Any, dict[str, Any]]:
     if (left is None or left >= 0) and (right is None or right >= 0):
         return causal, (left, right), {}
     return False, (None, None), {"mask_mod": interval(left, right)}
+
+
+def __getattr__(name: str) -> Any:
+    """Makes `uncompiled_window_of`: a graph ends before it."""
+    reason = (
+        "window_size is one tensor or array, whose values decide which call is computed; give two Python ints, or "
+        "leave fullgraph=False"
+    )
+    return uncompiled(name, globals(), window_of, reason)

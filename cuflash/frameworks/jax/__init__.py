@@ -344,10 +344,13 @@ def export_checks() -> list[Any]:
 
         exported = jax.export.export(jax.jit(function), disabled_checks=export_checks())(q, k, v)
 
+    Without `platforms`, JAX exports for that of its first device, wherever the arrays are.
+
     >>> import jax
     >>> from cuflash.frameworks.jax import attention, export_checks
     >>> q = jax.random.normal(jax.random.key(0), (2, 100, 4, 64))
-    >>> exported = jax.export.export(jax.jit(attention), disabled_checks=export_checks())(q, q, q)
+    >>> platforms = ["cpu", "cuda"]
+    >>> exported = jax.export.export(jax.jit(attention), platforms=platforms, disabled_checks=export_checks())(q, q, q)
     >>> exported.call(q, q, q).shape
     (2, 100, 4, 64)
     """

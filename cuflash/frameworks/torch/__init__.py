@@ -117,7 +117,8 @@ def attention(
     Variable-length sequences are given as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
     `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.
     lse of packed q is (heads_q, total_q). `num_splits` and `split_size` are of the forward alone. `check=True` reads
-    these tensors on a GPU and checks them, as there; it is refused while torch.compile or torch.func traces the call.
+    these tensors on a GPU and checks them, as there, between the graphs of torch.compile; torch.func and traces refuse
+    it. A call without such tensors has nothing to check.
 
     score_mod, mask_mod, block_mask, bias, sinks and dropout are those of `cuflash.forward`. Beside q, k and v, the
     bias, the sinks and all tensors of floats that score_mod refers to get gradients if they require them. With
@@ -174,8 +175,7 @@ def attention(
         check_values(check, q, k, v, varlen_args or VarlenArgs(), keywords)
     if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        call = mods.uncompiled_mod_attention if torch.compiler.is_compiling() else mods.mod_attention
-        out, lse = call(q, k, v, mod_args, dropout_seed, keywords, is_required, varlen_args)
+        out, lse = mods.mod_attention(q, k, v, mod_args, dropout_seed, keywords, is_required, varlen_args)
         return (out, lse) if return_lse else out
     if dropout_seed is not None:
         check_seed(dropout_seed, q)
@@ -256,8 +256,7 @@ def _in_order(
         refuse_tangents(query=q, key=k, value=v)
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
-    call = mods.uncompiled_mod_attention if torch.compiler.is_compiling() else mods.mod_attention
-    out, lse = call(q, k, v, mod_args, None, {"softmax_scale": scale}, False, (), out_axes)
+    out, lse = mods.mod_attention(q, k, v, mod_args, None, {"softmax_scale": scale}, False, (), out_axes)
     return out, lse
 
 

@@ -6,6 +6,7 @@ they read, those of the functions too, as saved tensors.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .autograd import MAPPED, Ops, attend, outs_of, plain_ops
 from .tensors import (
     check_tensor,
     is_autocast,
+    is_faking,
     is_functionalizing,
     is_mapped,
     is_transformed,
@@ -54,8 +56,15 @@ def mod_attention(
     """Returns (out, lse) of a call on validated tensors.
 
     keywords: the options of the forward. deterministic: required by the caller, whatever PyTorch's setting is.
-    out_axes: as in `Ops`.
+    out_axes: as in `Ops`. A graph of torch.compile ends here, also if the compiler has given the caller's code up.
     """
+    if torch.compiler.is_dynamo_compiling():
+        # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
+        call_outside: Any = sys.modules[__name__].uncompiled_mod_attention
+        results: tuple[torch.Tensor, torch.Tensor] = call_outside(
+            q, k, v, mod_args, dropout_seed, keywords, deterministic, varlen_args, out_axes
+        )
+        return results
     options = options_key(**keywords)
     mod_args = _checked(mod_args, q)
     _refuse_recording(q)
@@ -104,6 +113,8 @@ def _refuse_recording(q: torch.Tensor) -> None:
     if is_transforming() and is_functionalizing():
         raise UnsupportedError(_NO_OP.format(tool="torch.func.functionalize", way="leave it out"))
     # Tensors under a mode that only observes, such as one that counts FLOPs, have values; fake ones have none.
+    if torch._C._len_torch_dispatch_stack() and is_faking():
+        raise UnsupportedError(_NO_OP.format(tool="a FakeTensorMode, such as torch.export", way="call outside of it"))
     if type(q).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         tool = f"a mode of {type(q).__name__}, such as torch.export"
         raise UnsupportedError(_NO_OP.format(tool=tool, way="call with tensors that have values"))

@@ -56,6 +56,11 @@ def is_functionalizing() -> bool:
     return any(x.key() == TransformType.Functionalize for x in retrieve_all_functorch_interpreters())
 
 
+def is_faking() -> bool:
+    """True under a FakeTensorMode, where ops on any tensors return some without values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def becomes_an_op() -> bool:
     """True under torch.compile or a dispatch mode, which record the call as one op without targets."""
     return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())

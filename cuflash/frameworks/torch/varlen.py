@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...problem.operands import VARLEN_ARGS, VARLEN_OPS, VarlenArgs
 from ...problem.options import check_flag, options_key
 from ...runtime.device_integers import check_on_device
-from .tensors import check_tensor, is_transformed, is_transforming
+from .tensors import check_tensor, is_faking, is_transformed, is_transforming, uncompiled
 
 
 def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
@@ -25,25 +26,41 @@ def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
 def check_values(
     check: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen_args: VarlenArgs, keywords: dict[str, Any]
 ) -> None:
-    """Validates lengths and places of a call if `check` is True; keywords: its options."""
-    if not check_flag("check", check):
+    """Validates lengths and places of a call, if it has any and `check` is True; keywords: its options.
+
+    A graph of torch.compile ends here.
+    """
+    if not check_flag("check", check) or all(x is None for x in varlen_args):
+        return
+    if torch.compiler.is_dynamo_compiling():
+        # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
+        sys.modules[__name__].uncompiled_check_values(check, q, k, v, varlen_args, keywords)
         return
     operands = (q, k, v, *varlen_args)
-    if torch.compiler.is_compiling() or _is_traced(operands):
+    if _is_traced(operands):
         names = [name for name, x in zip(VARLEN_ARGS, varlen_args, strict=True) if x is not None]
         raise UnsupportedError(
-            f"check=True reads {', '.join(names)}, whose values torch.compile, traces and torch.func do not give; "
-            "call with check=True outside of them, and leave it out inside"
+            f"check=True reads {', '.join(names)}, whose values traces and torch.func do not give; call with "
+            "check=True outside of them, and leave it out inside"
         )
     with torch.no_grad():
         check_on_device(VARLEN_OPS["forward"], operands, options_key(**keywords), check)
 
 
+def __getattr__(name: str) -> Any:
+    """Makes `uncompiled_check_values`: a graph ends before it."""
+    reason = (
+        f"check=True reads {', '.join(VARLEN_ARGS)} between graphs; leave fullgraph=False, or call with check=True "
+        "outside of torch.compile, and leave it out inside"
+    )
+    return uncompiled(name, globals(), check_values, reason)
+
+
 def _is_traced(operands: Iterable[Any]) -> bool:
     """Returns whether a trace or a transform of torch.func is active, or has wrapped an operand."""
     is_proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    is_tracing = is_proxied or torch._C._is_tracing() or is_transforming()
-    return is_tracing or any(x is not None and is_transformed(x) for x in operands)
+    is_tracing = torch.compiler.is_compiling() or torch._C._is_tracing() or is_proxied or is_faking()
+    return is_tracing or is_transforming() or any(x is not None and is_transformed(x) for x in operands)
 
 
 def paged_or_packed(

@@ -48,7 +48,6 @@ except ImportError as error:
     ) from error
 
 from ...errors import ProblemError, UnsupportedError
-from ...log import logger
 from ..bool_masks import visible_in
 from ..torch import attention
 from ..torch.tensors import disabled
@@ -65,7 +64,16 @@ from .masks import (
     places_of_positions,
     places_of_static,
 )
-from .models import EAGER, NAME, SDPA, refuse_by_configuration, refuse_by_name, tell_from_flash_attn
+from .models import (
+    EAGER,
+    NAME,
+    SDPA,
+    refuse_by_configuration,
+    refuse_by_name,
+    refuse_weights,
+    tell_from_flash_attn,
+    tell_of_sdpa,
+)
 
 __all__ = ["cuflash_attention_forward", "cuflash_mask", "register"]
 
@@ -159,7 +167,8 @@ def cuflash_attention_forward(
         if bounds is not None:
             attention_mask = also_packed(attention_mask, *bounds)
         if is_recorded() and not softcap and sink is None and (position_bias is None or _SDPA_HAS_BIASES):
-            _tell_of_sdpa(type(module).__name__, str(getattr(getattr(module, "config", None), "model_type", "")))
+            model = getattr(getattr(module, "config", None), "model_type", "")
+            tell_of_sdpa(f"{type(module).__name__} of {model}")
             more = kwargs if position_bias is None else {**kwargs, "position_bias": position_bias}
             out, _ = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
@@ -266,20 +275,6 @@ def _in_host_memory(length: Any) -> int | None:
     if isinstance(length, torch.Tensor):
         return None if length.is_cuda or is_traced() else int(length)
     return None if length is None else int(length)
-
-
-@functools.cache
-def _log_sdpa(layer: str, model: str) -> None:
-    logger.debug(
-        "%s of %s is compiled with a mask tensor: transformers' sdpa computes it, and not cuflash", layer, model
-    )
-
-
-@torch.compiler.assume_constant_result
-def _tell_of_sdpa(layer: str, model: str) -> bool:
-    """Logs while a graph is made, of which it is no part."""
-    _log_sdpa(layer, model)
-    return True
 
 
 def cuflash_mask(
@@ -394,8 +389,7 @@ def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: 
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    if others.get("output_attentions"):
-        raise UnsupportedError(f"output_attentions=True: cuflash never holds the attention weights; {EAGER}")
+    refuse_weights(others.get("output_attentions"))
     for name in _REFUSED:
         if others.get(name) is not None:
             raise UnsupportedError(f"{name}: cuflash has no such part of attention; {EAGER}")

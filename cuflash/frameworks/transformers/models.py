@@ -14,7 +14,14 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import generic
 
 from ...errors import UnsupportedError
+from ...log import logger
 from ..torch import attention
+from .masks import is_recorded
+
+try:
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:  # before version 5, which warns itself
+    _collector = None
 
 NAME = "cuflash"
 EAGER = 'load the model with attn_implementation="eager"'
@@ -44,6 +51,46 @@ def tell_from_flash_attn() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("is_flash_attention_requested") is original:
             module.is_flash_attention_requested = is_flash_attention_requested  # type: ignore[attr-defined]
+
+
+def refuse_weights(is_requested: Any) -> None:
+    """Raises if attention weights are requested: of the layer, or of a model, which then collects those of its layers.
+
+    why: many layers get no flag, and a model that collects no weights returns an empty tuple.
+    """
+    if is_requested or _collects_weights():
+        raise UnsupportedError(f"output_attentions=True: cuflash never holds the attention weights; {EAGER}")
+
+
+def _collects_weights() -> bool:
+    if _collector is None:
+        return False
+    if torch.compiler.is_compiling():
+        # transformers sets this in graphs, as the compiler cannot read a variable of the context.
+        return _names_weights(_collector.global_var) or _are_collected_around()
+    return _names_weights(_collector.get())
+
+
+@torch.compiler.assume_constant_result
+def _are_collected_around() -> bool:
+    """Looks, while a graph of some layers is made, at what the uncompiled model around them collects."""
+    return _names_weights(_collector.context_var.get())
+
+
+def _names_weights(collected: Any) -> bool:
+    return bool(collected) and any([name.endswith("attentions") for name in collected])
+
+
+@functools.cache
+def _log_sdpa(layer: str) -> None:
+    logger.debug("%s is compiled with a mask tensor: transformers' sdpa computes it, and not cuflash", layer)
+
+
+@torch.compiler.assume_constant_result
+def tell_of_sdpa(layer: str) -> bool:
+    """Logs while a graph is made, of which it is no part."""
+    _log_sdpa(layer)
+    return True
 
 
 def refuse_by_name() -> None:
@@ -130,7 +177,16 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """PyTorch's function, by its arguments; operands are (batch, heads, seqlen, head_dim), or without batch."""
+    """PyTorch's function, by its arguments; operands are (batch, heads, seqlen, head_dim), or without batch.
+
+    It computes layers with masks in graphs itself: those would end at each of them otherwise.
+    """
+    if attn_mask is not None and is_recorded():
+        tell_of_sdpa("A layer of a model of images")
+        result: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return result
     out: torch.Tensor = attention(
         *(x.transpose(-3, -2) for x in (query, key, value)),
         softmax_scale=scale,
@@ -149,8 +205,7 @@ def _on_cuflash(sdpa_class: Any) -> Any:
 
     class OnCuflash(sdpa_class):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if signature.bind(self, *args, **kwargs).arguments.get("output_attentions"):
-                raise UnsupportedError(f"output_attentions=True: cuflash never holds the attention weights; {EAGER}")
+            refuse_weights(signature.bind(self, *args, **kwargs).arguments.get("output_attentions"))
             with _SdpaOnCuflash():
                 return super().forward(*args, **kwargs)
 
