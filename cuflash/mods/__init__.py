@@ -1,22 +1,22 @@
 """Traces score_mod and mask_mod into expression graphs, with derivatives, intervals and CUDA text.
 
-Ready-made masks and scores, and the functions that user functions may call:
+The package exports ready-made masks and scores, and functions that a score_mod or mask_mod may call. An example:
 
     out = cuflash.forward(q, k, v, mask_mod=mods.and_masks(mods.causal, mods.document(offsets)))
 
 Integers are computed as int64 where int32 may not hold them. Sums of captured integers of 32 and 64 bits wrap at 2^63,
-as int64 does in NumPy and PyTorch; sums of indices and lengths that may go beyond it are refused. Captured uint64 are
+as int64 does in NumPy and PyTorch. Sums of indices and lengths that may exceed 2^63 are refused. Captured uint64 are
 compared, divided, shifted to the right and combined bit by bit; sums of them are refused.
 
 Types meet as in NumPy: a number of Python is float32 beside float32, and float64 beside integers. An np.float64, or an
 array of float64 without axes, makes float64 of both. Indices alone are float32 beside float32. All floats are computed
-in float32, as scores are, but for two cases:
+in float32, as scores are, with two exceptions.
 
-- A comparison, a rounding, a remainder or a cast to integers takes float64 where float32 might decide otherwise: for a
-  captured float64 or an integer that float32 may not hold, for np.float64, and for indices beside a number that float32
-  does not hold, as in `q_idx * 0.1 > k_idx`. Beside other numbers indices are float32, and so are quotients of indices,
-  and functions such as exp and log of them.
-- A sum of captured float64 or such integers is rounded once, however it is spelled: `score + t[k_idx] - t[q_idx]`.
+- A comparison, a rounding, a remainder or a cast to integers takes float64 where float32 might decide otherwise. This
+  concerns a captured float64, an integer that float32 may not hold, and an np.float64. It also concerns indices beside
+  a number that float32 does not hold, as in `q_idx * 0.1 > k_idx`. Beside other numbers indices are float32. So are
+  quotients of indices, and functions such as exp and log of them.
+- A sum of captured float64 or such integers is rounded once, in any spelling: `score + t[k_idx] - t[q_idx]`.
 
 float64 takes 64 times as long as float32 on consumer GPUs, so subtract an offset beforehand where you can.
 

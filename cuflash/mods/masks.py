@@ -1,8 +1,9 @@
-"""Ready-made masks. A query's position is `q_idx + seqlen_k - seqlen_q`: the last query stands beside the last key.
+"""Ready-made masks: functions that return a mask_mod, and `causal`, which is one.
 
-In the pictures a row is a query, a column a key, and x a visible key. Numbers are constants of the kernel, so that
-each new one compiles anew; arrays are read by every call, so that they may change, in CUDA graphs too. In the examples
-`np` is NumPy, `mods` is `cuflash.mods`, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
+A query's position is `q_idx + seqlen_k - seqlen_q`: the last query stands beside the last key. In the pictures a row is
+a query, a column a key, and x a visible key. Numbers are constants of the kernel, so a new number compiles a new
+kernel. Arrays are read on each call, so their values may change, also in CUDA graphs. In the examples `np` is NumPy,
+`mods` is `cuflash.mods`, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
 """
 
 from __future__ import annotations
@@ -18,15 +19,27 @@ Mod = Callable[..., Any]
 
 
 def check_number(name: str, value: Any, least: int, otherwise: str = "") -> int:
-    """Returns `value` if it is an integer of at least `least`. otherwise: in the error, what else is accepted."""
+    """Returns `value` if it is an integer of at least `least`. otherwise: other accepted values, for the error."""
     if not is_integer(value) or value < least:
         raise ProblemError(f"{name}={value!r}; give an integer of at least {least}{otherwise}")
     return int(value)
 
 
 def and_masks(*mask_mods: Mod) -> Mod:
-    """The keys that all of the masks show.
+    """Returns the intersection of masks: keys that all of the masks show.
 
+    Parameters
+    ----------
+    *mask_mods : callable
+        Functions `mask_mod(b, h, q_idx, k_idx)`. Without any, all keys are visible.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Examples
+    --------
     >>> mask_mod = mods.and_masks(mods.causal, mods.chunked(3))
     >>> out = cuflash.forward(q, k, v, mask_mod=mask_mod)
     >>> np.allclose(out[3:], cuflash.forward(q[3:], k[3:], v[3:], causal=True))
@@ -43,8 +56,20 @@ def and_masks(*mask_mods: Mod) -> Mod:
 
 
 def or_masks(*mask_mods: Mod) -> Mod:
-    """The keys that at least one of the masks shows.
+    """Returns the union of masks: keys that at least one of the masks shows.
 
+    Parameters
+    ----------
+    *mask_mods : callable
+        Functions `mask_mod(b, h, q_idx, k_idx)`. Without any, no key is visible.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Examples
+    --------
     >>> mask_mod = mods.or_masks(mods.causal, lambda b, h, q_idx, k_idx: k_idx < 3)
     >>> out = cuflash.forward(q, k, v, mask_mod=mask_mod)
     >>> np.allclose(out[:3], cuflash.forward(q[:3], k[:3], v[:3]))
@@ -61,7 +86,9 @@ def or_masks(*mask_mods: Mod) -> Mod:
 
 
 def causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    """A mask_mod itself: keys up to the query's position, as `causal=True` shows them.
+    """Returns True for keys up to the query's position, as `causal=True` shows them.
+
+    This function is a mask_mod itself: pass it without calling it.
 
     causal, 4 queries, 6 keys:
         x x x . . .
@@ -69,6 +96,18 @@ def causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         x x x x x .
         x x x x x x
 
+    Parameters
+    ----------
+    b, h, q_idx, k_idx : traced int32 scalar
+        Indices of the sequence, query head, query and key.
+
+    Returns
+    -------
+    traced bool scalar
+        True if the query sees the key.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.causal)
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True))
     True
@@ -77,7 +116,7 @@ def causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
 
 
 def sliding_window(left: int, right: int = 0) -> Mod:
-    """Keys up to `left` before and `right` after the query's position, as `window_size=(left, right)` shows them.
+    """Returns a mask of the keys around the query's position, as `window_size=(left, right)` shows them.
 
     sliding_window(2, 1), 6 queries, 6 keys:
         x x . . . .
@@ -87,6 +126,25 @@ def sliding_window(left: int, right: int = 0) -> Mod:
         . . x x x x
         . . . x x x
 
+    Parameters
+    ----------
+    left : int
+        Number of visible keys before the query's position, at least 0.
+    right : int, default 0
+        Number of visible keys after the query's position, at least 0.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If a number is no integer or is below 0.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.sliding_window(2, 1))
     >>> np.allclose(out, cuflash.forward(q, k, v, window_size=(2, 1)))
     True
@@ -101,7 +159,7 @@ def sliding_window(left: int, right: int = 0) -> Mod:
 
 
 def dilated_window(left: int, dilation: int, right: int = 0) -> Mod:
-    """The keys of a sliding window at distances that are multiples of `dilation` (Longformer, arXiv 2004.05150).
+    """Returns a mask of the keys of a sliding window at distances that are multiples of `dilation`.
 
     dilated_window(4, 2), 7 queries, 7 keys:
         x . . . . . .
@@ -112,6 +170,31 @@ def dilated_window(left: int, dilation: int, right: int = 0) -> Mod:
         . x . x . x .
         . . x . x . x
 
+    Parameters
+    ----------
+    left : int
+        Largest distance of a visible key before the query's position, at least 0.
+    dilation : int
+        Distance between neighbouring visible keys, at least 1.
+    right : int, default 0
+        Largest distance of a visible key after the query's position, at least 0.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If a number is no integer or is too small.
+
+    References
+    ----------
+    Longformer, arXiv 2004.05150.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.dilated_window(4, 2))
     >>> np.allclose(out[5:], cuflash.forward(q[5:], k[[1, 3, 5]], v[[1, 3, 5]]))
     True
@@ -125,9 +208,7 @@ def dilated_window(left: int, dilation: int, right: int = 0) -> Mod:
 
 
 def global_window(num_global: Any, left: int, right: int = 0) -> Mod:
-    """A sliding window, and tokens that see all and are visible to all (Longformer, arXiv 2004.05150).
-
-    num_global: that many tokens at the front, or an array of bool (seqlen_k,) that is True for them.
+    """Returns a mask of a sliding window, and of global tokens, which see all keys and are visible to all queries.
 
     global_window(1, 1), 6 queries, 6 keys:
         x x x x x x
@@ -137,6 +218,31 @@ def global_window(num_global: Any, left: int, right: int = 0) -> Mod:
         x . . x x .
         x . . . x x
 
+    Parameters
+    ----------
+    num_global : int or array (seqlen_k,) of bool
+        Number of global tokens at the front, at least 0. An array is True for global tokens.
+    left : int
+        Number of visible keys before the query's position, at least 0.
+    right : int, default 0
+        Number of visible keys after the query's position, at least 0.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If a number is no integer or is below 0.
+
+    References
+    ----------
+    Longformer, arXiv 2004.05150.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.global_window(1, 1))
     >>> np.allclose(out[5:], cuflash.forward(q[5:], k[[0, 4, 5]], v[[0, 4, 5]]))
     True
@@ -155,7 +261,9 @@ def global_window(num_global: Any, left: int, right: int = 0) -> Mod:
 
 
 def chunked(size: int) -> Mod:
-    """Keys of the same chunk; with `causal=True` the chunked attention of Llama 4.
+    """Returns a mask of the keys in the query's chunk.
+
+    With `causal=True` this is the chunked attention of Llama 4.
 
     chunked(3), 7 queries, 7 keys:
         x x x . . . .
@@ -166,6 +274,23 @@ def chunked(size: int) -> Mod:
         . . . x x x .
         . . . . . . x
 
+    Parameters
+    ----------
+    size : int
+        Number of tokens in a chunk, at least 1.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If `size` is no integer or is below 1.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.chunked(3))
     >>> np.allclose(out[3:], cuflash.forward(q[3:], k[3:], v[3:]))
     True
@@ -179,9 +304,7 @@ def chunked(size: int) -> Mod:
 
 
 def prefix_lm(prefix_length: Any) -> Mod:
-    """A prefix that all queries see, and after it a causal mask (T5, arXiv 1910.10683, section 3.2.1).
-
-    prefix_length: a number, or an array of integers (batch,).
+    """Returns a mask of a prefix that all queries see, and a causal mask after it.
 
     prefix_lm(3), 6 queries, 6 keys:
         x x x . . .
@@ -191,6 +314,27 @@ def prefix_lm(prefix_length: Any) -> Mod:
         x x x x x .
         x x x x x x
 
+    Parameters
+    ----------
+    prefix_length : int or array (batch,) of integers
+        Number of keys in the prefix, as an int at least 0.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If `prefix_length` is neither an array nor an integer of at least 0.
+
+    References
+    ----------
+    T5, arXiv 1910.10683, section 3.2.1.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.prefix_lm(3))
     >>> np.allclose(out[:3], cuflash.forward(q[:3], k[:3], v[:3]))
     True
@@ -207,12 +351,7 @@ def prefix_lm(prefix_length: Any) -> Mod:
 
 
 def document(offsets: Any) -> Mod:
-    """Keys of the same document, of documents that lie one after the other in each sequence.
-
-    offsets: an array of integers (num_documents + 1,) that does not fall: document i has the tokens offsets[i] …
-    offsets[i + 1] - 1. Tokens in no document see nothing. Each row finds its document by itself, so nothing is computed
-    beforehand when offsets change. Only numbers of offsets between
-    other powers of two compile anew. For a batch without padding, `cu_seqlens_q` and `cu_seqlens_k` are faster.
+    """Returns a mask of the keys in the query's document, for documents that are packed into each sequence.
 
     document(numpy.array([0, 2, 5, 6])), 7 queries, 7 keys:
         x x . . . . .
@@ -223,6 +362,30 @@ def document(offsets: Any) -> Mod:
         . . . . . x .
         . . . . . . .
 
+    Parameters
+    ----------
+    offsets : array (num_documents + 1,) of integers
+        At least 2 offsets, which never decrease. Document i has the tokens offsets[i] … offsets[i + 1] - 1. Tokens in
+        no document see nothing.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If `offsets` has another shape.
+
+    Notes
+    -----
+    Each row finds its document by a binary search, so nothing is computed beforehand when offsets change. Numbers of
+    offsets up to the same power of two share a kernel, such as 5 to 8 offsets. For a batch without padding,
+    `cu_seqlens_q` and `cu_seqlens_k` are faster.
+
+    Examples
+    --------
     >>> offsets = np.array([0, 2, 6], "int32")
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.document(offsets))
     >>> np.allclose(out, cuflash.forward(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets))
@@ -234,9 +397,9 @@ def document(offsets: Any) -> Mod:
 
     def has_both(position: Any, other: Any) -> Any:
         index: Any = 0
-        # A binary search of the last document that begins at the position or before it. why without the number of
-        # documents: one code then serves all numbers up to a power of two. An index behind the end reads the last
-        # offset, so documents behind the last one begin and end there, and have no tokens.
+        # Binary search for the last document that begins at the position or before it. The code does not depend on
+        # the number of documents, so it serves all numbers of offsets up to a power of two. An index past the end reads
+        # the last offset, so documents past the last one begin and end there and have no tokens.
         for step in steps:
             index = index + (offsets[index + step] <= position) * step
         begin, end = offsets[index], offsets[index + 1]
@@ -250,10 +413,9 @@ def document(offsets: Any) -> Mod:
 
 
 def segments(ids: Any) -> Mod:
-    """Keys with the number of the query: documents, images or turns that need not lie one after the other.
+    """Returns a mask of the keys with the query's segment id.
 
-    ids: an array of integers (seqlen_k,) or (batch, seqlen_k). Where each number's tokens follow each other, `document`
-    is faster.
+    A segment is a document, an image or a turn of a dialogue. Its tokens need not be adjacent.
 
     segments(numpy.array([0, 0, 1, 0, 1])), 5 queries, 5 keys:
         x x . x .
@@ -262,6 +424,27 @@ def segments(ids: Any) -> Mod:
         x x . x .
         . . x . x
 
+    Parameters
+    ----------
+    ids : array (seqlen_k,) or (batch, seqlen_k) of integers
+        Segment id of each token.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If `ids` has neither one axis nor two.
+
+    Notes
+    -----
+    Where the tokens of each segment are adjacent, `document` is faster.
+
+    Examples
+    --------
     >>> ids = np.array([0, 0, 1, 0, 1, 0])
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.segments(ids))
     >>> np.allclose(out[ids == 1], cuflash.forward(q[ids == 1], k[ids == 1], v[ids == 1]))
@@ -279,10 +462,9 @@ def segments(ids: Any) -> Mod:
 
 
 def neighborhood(size: int | Sequence[int], canvas: int | Sequence[int]) -> Mod:
-    """The keys around the query on a canvas of one or more axes, in row-major order (NATTEN, arXiv 2204.07143).
+    """Returns a mask of the keys around the query on a canvas of one or more axes, in row-major order.
 
-    The window of `size` keeps its size at the edges: it is moved inside. size, canvas: an odd number and the length of
-    each axis; the window is no longer than the canvas.
+    At the edges of the canvas the window is moved inside, so it always has the same size.
 
     neighborhood(3, 6), 6 queries, 6 keys:
         x x x . . .
@@ -292,6 +474,29 @@ def neighborhood(size: int | Sequence[int], canvas: int | Sequence[int]) -> Mod:
         . . . x x x
         . . . x x x
 
+    Parameters
+    ----------
+    size : int or sequence of int
+        Length of the window along each axis: odd, and no longer than the canvas.
+    canvas : int or sequence of int
+        Length of the canvas along each axis, at least 1.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If the two have different lengths or are empty, or if a number is not as above.
+
+    References
+    ----------
+    NATTEN, arXiv 2204.07143.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.neighborhood((1, 3), (2, 3)))  # 2 rows of 3
     >>> np.allclose(out[3:], cuflash.forward(q[3:], k[3:], v[3:]))
     True
@@ -316,7 +521,7 @@ def neighborhood(size: int | Sequence[int], canvas: int | Sequence[int]) -> Mod:
 
 
 def block_diffusion(seqlen: int, block: int) -> Mod:
-    """Training of block diffusion (arXiv 2503.09573): `seqlen` noisy tokens, then the same tokens without noise.
+    """Returns the mask for training of block diffusion: `seqlen` noisy tokens, then the same tokens without noise.
 
     A noisy block sees itself and the clean blocks before it; a clean block sees itself and the clean blocks before it.
 
@@ -330,6 +535,29 @@ def block_diffusion(seqlen: int, block: int) -> Mod:
         . . . . x x x x
         . . . . x x x x
 
+    Parameters
+    ----------
+    seqlen : int
+        Number of noisy tokens, which equals the number of clean tokens, at least 1.
+    block : int
+        Number of tokens in a block, at least 1.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If a number is no integer or is below 1.
+
+    References
+    ----------
+    Block diffusion, arXiv 2503.09573.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, mask_mod=mods.block_diffusion(3, 1))
     >>> np.allclose(out[3:], cuflash.forward(q[3:], k[3:], v[3:], causal=True))
     True
@@ -347,11 +575,9 @@ def block_diffusion(seqlen: int, block: int) -> Mod:
 
 
 def tree(ancestors: Any) -> Mod:
-    """Speculative decoding: the queries are nodes of a tree of drafts, whose keys are the last ones in the cache.
+    """Returns the mask for speculative decoding, where queries are nodes of a tree of drafts.
 
-    A node sees all keys before those of the tree and, of the tree, its ancestors and itself. ancestors: an array of
-    bool (nodes, nodes) or (batch, nodes, nodes), or of integers (nodes,) or (batch, nodes), whose bit j is set if
-    node j is visible; bits take less time, and integers of 64 bits hold 64 nodes.
+    The keys of the tree are the last keys in the cache. A node sees all keys before the tree, its ancestors and itself.
 
     tree(numpy.array([1, 3, 5, 13])), 4 queries, 6 keys:
         x x x . . .
@@ -359,6 +585,28 @@ def tree(ancestors: Any) -> Mod:
         x x x . x .
         x x x . x x
 
+    Parameters
+    ----------
+    ancestors : array of bool or of integers
+        Visible nodes of each node. An array of bool is (nodes, nodes) or (batch, nodes, nodes). An array of integers is
+        (nodes,) or (batch, nodes): bit j is set if node j is visible.
+
+    Returns
+    -------
+    callable
+        A mask_mod, `mask_mod(b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If `ancestors` has another number of axes.
+
+    Notes
+    -----
+    Bits take less time than an array of bool. Integers of 64 bits hold 64 nodes.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q[2:], k, v, mask_mod=mods.tree(np.array([1, 3, 5, 13])))
     >>> np.allclose(out[3:], cuflash.forward(q[5:], k[[0, 1, 2, 4, 5]], v[[0, 1, 2, 4, 5]]))
     True

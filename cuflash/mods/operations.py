@@ -1,4 +1,4 @@
-"""The module `cuflash.mods.graph.operations` under the name that it has in pickled block masks."""
+"""Alias of `cuflash.mods.graph.operations`, under the name in pickled block masks."""
 
 import sys
 

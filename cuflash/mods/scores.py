@@ -1,7 +1,8 @@
-"""Ready-made changes of scores. A query's position is `q_idx + seqlen_k - seqlen_q`, as in the masks.
+"""Ready-made changes of scores: functions that return a score_mod.
 
-Numbers are constants of the kernel; arrays may change from call to call, and have gradients. In the examples `np` is
-NumPy, `mods` is `cuflash.mods`, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
+A query's position is `q_idx + seqlen_k - seqlen_q`, as in the masks. Numbers are constants of the kernel. Arrays may
+change from call to call, and have gradients. In the examples `np` is NumPy, `mods` is `cuflash.mods`, and q, k and v
+hold 6 tokens of 2 heads, (6, 2, 4).
 """
 
 from __future__ import annotations
@@ -20,16 +21,12 @@ _EXP2, _TANH, _WHERE = (function(name) for name in ("exp2", "tanh", "where"))
 
 
 def _distance(q_idx: Any, k_idx: Any) -> Any:
-    """The distance of the key behind the query's position."""
+    """Returns the distance from the query's position to the key, positive for a later key."""
     return k_idx - position_of(q_idx)
 
 
 def alibi(slopes: Any) -> Mod:
-    """Attention with linear biases: `score - slope · |distance|` (arXiv 2108.12409).
-
-    slopes: an array (heads_q,) or (batch, heads_q), or the number of heads, for the slopes of the paper: the powers of
-    2^(-8/n) for n heads, and for n that is no power of two those of the next lower one, then every other one of the
-    next higher one.
+    """Returns attention with linear biases: `score - slope · |distance|`.
 
     The score of row q changes by, with a slope of 1:
         0 -1 -2 -3
@@ -37,6 +34,29 @@ def alibi(slopes: Any) -> Mod:
        -2 -1  0 -1
        -3 -2 -1  0
 
+    Parameters
+    ----------
+    slopes : array (heads_q,) or (batch, heads_q), or int
+        Slopes. An int, at least 1, is the number of heads and stands for the slopes of the paper. The slopes of n heads
+        are the powers of 2^(-8/n) if n is a power of two. Otherwise, with m as the next lower power of two, they are
+        the slopes of m heads. Every other slope of 2m heads follows.
+
+    Returns
+    -------
+    callable
+        A score_mod, `score_mod(score, b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If an array has more than two axes, or a number is no integer or is below 1.
+
+    References
+    ----------
+    ALiBi, arXiv 2108.12409.
+
+    Examples
+    --------
     >>> slopes, n = np.array([1, 0.5], "float32"), np.arange(6)
     >>> out = cuflash.forward(q, k, v, score_mod=mods.alibi(slopes))
     >>> np.allclose(out, cuflash.forward(q, k, v, bias=-slopes[:, None, None] * abs(n - n[:, None])))
@@ -62,11 +82,28 @@ def alibi(slopes: Any) -> Mod:
 
 
 def softcap(cap: float) -> Mod:
-    """`cap · tanh(score / cap)`, as the keyword `softcap` does it.
+    """Returns `cap · tanh(score / cap)`, as the keyword `softcap` computes it.
 
     cap 2:   score  -6.0  -2.0  -1.0   0.0   1.0   2.0   6.0
              becomes -2.0 -1.5  -0.9   0.0   0.9   1.5   2.0
 
+    Parameters
+    ----------
+    cap : float
+        Bound of the scores: finite and above 0.
+
+    Returns
+    -------
+    callable
+        A score_mod, `score_mod(score, b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If `cap` is no finite number above 0.
+
+    Examples
+    --------
     >>> out = cuflash.forward(q, k, v, score_mod=mods.softcap(2.0))
     >>> np.allclose(out, cuflash.forward(q, k, v, softcap=2.0))
     True
@@ -82,16 +119,45 @@ def softcap(cap: float) -> Mod:
 
 
 def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 128) -> Mod:
-    """A learned bias for each head and each bucket of distances (T5, arXiv 1910.10683; `RelativePositionBias`).
+    """Returns `score + table[bucket, head]`: a learned bias for each head and each bucket of distances.
 
-    table: an array (num_buckets, heads_q) of floats. bidirectional: half of the buckets are for keys behind the query;
-    otherwise these count as distance 0. Half of the buckets of a side hold one distance each, and the others grow with
-    it, up to `max_distance`, from which on there is one.
+    It is the relative position bias of T5.
 
     Of 8 buckets, not bidirectional, max_distance 16, by how far the key stands before the query:
         distance  0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16
         bucket    0 1 2 3 4 4 5 5 6 6  6  6  7  7  7  7  7
 
+    Parameters
+    ----------
+    table : array (num_buckets, heads_q) of floats
+        Bias of each bucket and head. At least 2 buckets, or 4 if bidirectional.
+    bidirectional : bool
+        True if half of the buckets are for keys after the query. Otherwise these keys count as distance 0.
+    max_distance : int, default 128
+        Distance from which on all keys share a bucket. It exceeds half of a side's number of buckets.
+
+    Returns
+    -------
+    callable
+        A score_mod, `score_mod(score, b, h, q_idx, k_idx)`.
+
+    Raises
+    ------
+    ProblemError
+        If an argument is not as above.
+
+    Notes
+    -----
+    Half of a side's buckets hold one distance each. The ranges of the others grow with the distance, up to
+    `max_distance`.
+
+    References
+    ----------
+    T5, arXiv 1910.10683.
+    `RelativePositionBias` is the class of its code.
+
+    Examples
+    --------
     >>> table = np.linspace(-1, 1, 16, dtype="float32").reshape(8, 2)
     >>> score_mod = mods.relative_position(table, bidirectional=False, max_distance=16)
     >>> out = cuflash.forward(q, k, v, score_mod=score_mod)
@@ -117,7 +183,7 @@ def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 12
         distance = _distance(q_idx, k_idx)
         size = abs(distance) if bidirectional else max(-distance, 0)
         bucket = min(size, exact)
-        # why no logarithm: it takes longer, and its last bit would decide.
+        # Comparisons replace T5's logarithm, which takes longer and whose last bit would decide the bucket.
         for begin in begins:
             bucket = bucket + (size >= begin)
         if bidirectional:
@@ -128,7 +194,7 @@ def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 12
 
 
 def _begins(count: int, exact: int, max_distance: int) -> list[int]:
-    """Returns the first distance of each bucket after the one of `exact`, by T5's float32 logarithm."""
+    """Returns the first distance of each bucket after bucket `exact`, by T5's float32 logarithm."""
     sizes = np.arange(exact, max_distance + 1, dtype=np.float32)
     logs = np.log(sizes / np.float32(exact)) / np.float32(math.log(max_distance / exact)) * np.float32(count - exact)
     buckets = np.minimum(exact + logs.astype(np.int64), count - 1)
