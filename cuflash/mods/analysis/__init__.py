@@ -1,1 +1,1 @@
-"""Properties that can be proved of an expression: bands, intervals, signs and magnitudes."""
+"""Provable properties of expressions: bands, intervals, signs and magnitudes."""

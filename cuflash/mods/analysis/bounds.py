@@ -1,4 +1,4 @@
-"""Bounds of absolute values, and signs, that hold for all scores, indices and captured arrays."""
+"""Bounds of absolute values, and signs, valid for all scores, indices and captured arrays."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ..graph.graph import Node, post_order, variable
 from ..graph.linear import linear
 from ..graph.simplify import build, rebuilt, transform
 
-_UNIT = ("tanh", "erf", "sign")  # at most 1
-_SELECTIONS = ("minimum", "maximum", "fmin", "fmax", "where")  # one of the last two arguments
+_UNIT = ("tanh", "erf", "sign")  # absolute value at most 1
+_SELECTIONS = ("minimum", "maximum", "fmin", "fmax", "where")  # the result is one of the last two arguments
 _ISOMETRIES = ("negative", "absolute", "cast")  # keep the absolute value
-_PASS_NAN_ON = (*_UNIT, *_SELECTIONS, *_ISOMETRIES, "exp", "exp2")  # and make none
-_DISTANCE = {"k_idx": 1, "q_idx": -1, "seqlen_k": -1, "seqlen_q": 1}  # of the key behind the query's position
+_PASS_NAN_ON = (*_UNIT, *_SELECTIONS, *_ISOMETRIES, "exp", "exp2")  # and create no NaN
+_DISTANCE = {"k_idx": 1, "q_idx": -1, "seqlen_k": -1, "seqlen_q": 1}  # from the query's position to the key
 
 
 def abs_bound(root: Node) -> float:
     """Returns a bound of the absolute value of a node; inf if it has none, or if the value may be NaN.
 
-    Scores themselves may be infinite, but are not taken for NaN: a product that is NaN makes its row NaN anyway.
+    Scores may be infinite but are assumed not to be NaN: a product that is NaN makes its row NaN anyway.
     """
     bounds: dict[Node, float] = {}
     may_be_nan: dict[Node, bool] = {}
@@ -48,7 +48,7 @@ def _bound(x: Node, parts: list[float]) -> float:
 
 
 def _makes_nan(x: Node, parts: list[float]) -> bool:
-    """True if a value may be NaN though none of its arguments is."""
+    """True if a value may be NaN while none of its arguments is NaN."""
     if not x.type.is_float or x.op == "input" or x.op in _PASS_NAN_ON:
         return False
     if x.op == "constant":
@@ -68,9 +68,9 @@ def _is_plain_factor(x: Node) -> bool:
 
 @lru_cache(maxsize=64)
 def assume_causal(root: Node) -> Node:
-    """Returns an expression with the same values wherever k_idx is at most q_idx + seqlen_k - seqlen_q.
+    """Returns an expression with equal values wherever k_idx is at most q_idx + seqlen_k - seqlen_q.
 
-    why: a sum that depends linearly on the key takes an instruction less for each score than an absolute value.
+    A sum that depends linearly on the key takes one instruction less per score than an absolute value.
     """
     return transform([root], _without_absolute)[0]
 

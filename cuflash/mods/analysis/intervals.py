@@ -1,6 +1,6 @@
-"""Masks that are a band around the diagonal, found by the interval of keys that each row may see.
+"""Masks that are a band around the diagonal, recognised by the interval of keys that each row sees.
 
-Sums that may wrap, of captured int64, have no interval. Sums that are built here are int64 where int32 may wrap.
+Sums of captured int64 may wrap and have no interval. Sums that are built here are int64 where int32 may wrap.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ..graph.linear import LinearForm, linear
 from ..graph.operations import COMPARISONS, Type
 from ..graph.simplify import build, cast, constant
 
-# An open end: all keys lie between -OPEN and OPEN.
+# The number that stands for an open end: all keys lie between -OPEN and OPEN.
 OPEN = MAX_INDEX + 1
-# An end may be the least or the greatest of so many parts; with more, the interval is wider. why: each is compared
-# with each, so that a mask written out for a hundred documents took half a minute.
+# The number of parts of which an end may be the minimum or the maximum; with more parts the interval is wider.
+# All pairs of parts are compared, which took half a minute for a mask written out for a hundred documents.
 MOST_PARTS = 16
-# Larger factors are left alone, so that int64 holds the sums.
+# Forms with larger factors have no span, so that int64 holds the sums.
 MAX_FACTOR = 2**31 - 1
 _WRAPPING = {"add", "subtract", "multiply", "negative", "absolute", "left_shift"}
 
@@ -27,7 +27,7 @@ _WRAPPING = {"add", "subtract", "multiply", "negative", "absolute", "left_shift"
 class _Span(NamedTuple):
     """An interval during the analysis; None is an open end.
 
-    condition: of a span that depends on the row alone, the condition for the row to see all keys instead of none.
+    condition: only in a span that depends on the row alone. The row sees all keys if it is true, else none.
     """
 
     first: Node | None = None
@@ -37,9 +37,9 @@ class _Span(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The keys that a query sees, q_idx + lo <= k_idx <= q_idx + hi; None is open.
+    """The keys that a query sees, q_idx + lo <= k_idx <= q_idx + hi; None is an open end.
 
-    from_end: True if both count from seqlen_k - seqlen_q, i.e. the diagonal is bottom-right aligned.
+    from_end: True if both offsets count from seqlen_k - seqlen_q, i.e. the diagonal is bottom-right aligned.
     """
 
     lo: int | None
@@ -54,7 +54,7 @@ class Band(NamedTuple):
 
 @lru_cache(maxsize=64)
 def band(mask: Node) -> Band | None:
-    """Returns the mask as a band that keyword arguments of a plain call can describe, or None."""
+    """Returns the mask as a band that keyword arguments of a plain call can express, or None."""
     if mask.op == "constant" and mask.value:
         return Band(None, None, True)
     span = _span_of_mask(mask)
@@ -69,7 +69,7 @@ def band(mask: Node) -> Band | None:
 
 
 def _diagonal(end: Node) -> tuple[int, bool] | None:
-    """Returns (n, False) of an end q_idx + n, and (n, True) of an end q_idx + seqlen_k - seqlen_q + n."""
+    """Returns (n, False) for an end q_idx + n, (n, True) for an end q_idx + seqlen_k - seqlen_q + n, else None."""
     form = linear(end)
     if abs(form.constant) > OPEN:
         return None
@@ -109,7 +109,7 @@ def _span(node: Node, is_true: bool, spans: dict[tuple[Node, bool], _Span | None
 
 
 def _span_of_row(condition: Node) -> _Span:
-    """Returns the span of all keys where a condition of the row holds, and of none elsewhere."""
+    """Returns the span of all keys in rows where a condition holds, and of no key in other rows."""
     return _Span(last=build("where", condition, constant(OPEN), constant(-OPEN - 1)), condition=condition)
 
 
@@ -146,7 +146,7 @@ def _span_of_atom(atom: Node, sign: int, bound: LinearForm) -> _Span | None:
         end = from_linear(bound * -sign)
         return _Span(first=end) if sign > 0 else _Span(last=end)
     if (divisor := _divisor(atom)) is not None:
-        # why: x // n >= a means x >= n * a, and x // n <= a means x <= n * a + n - 1.
+        # x // n >= a is equivalent to x >= n * a, and x // n <= a to x <= n * a + n - 1.
         form = linear(atom.arguments[0]) * sign + bound * divisor
         return _span_where_positive(form if sign > 0 else form + (divisor - 1))
     if atom.op == "absolute" and sign < 0:
@@ -159,7 +159,7 @@ def _span_of_atom(atom: Node, sign: int, bound: LinearForm) -> _Span | None:
 
 
 def _divisor(atom: Node) -> int | None:
-    """Returns the number n >= 1 if the atom is a floor division by it."""
+    """Returns the number n >= 1 if the atom is a floor division by n, else None."""
     if len(atom.arguments) != 2 or atom.arguments[1].op != "constant":
         return None
     x, number = atom.arguments[0], atom.arguments[1].value
@@ -170,7 +170,7 @@ def _divisor(atom: Node) -> int | None:
 
 
 def _quotient(form: LinearForm, divisor: int) -> LinearForm:
-    """Returns form // divisor, in which coefficients that are multiples of the divisor are divided one by one."""
+    """Returns form // divisor; coefficients that are multiples of the divisor are divided separately."""
     multiples = {atom: n // divisor for atom, n in form.coefficients.items() if n % divisor == 0}
     quotient = LinearForm(form.constant // divisor, multiples)
     remainder = from_linear(form - quotient * divisor)
@@ -178,7 +178,7 @@ def _quotient(form: LinearForm, divisor: int) -> LinearForm:
 
 
 def _both(*parts: _Span | None) -> _Span | None:
-    """Returns the span of the keys in both of two."""
+    """Returns a span of the keys in both spans; it is not exact if one span is unknown."""
     x, y = parts
     if x is None or y is None:
         span = x or y
@@ -190,9 +190,9 @@ def _both(*parts: _Span | None) -> _Span | None:
 
 
 def _has_many_parts(end: Node | None) -> bool:
-    """True if an end is the least or the greatest of more than MOST_PARTS numbers."""
+    """True if an end is the minimum or the maximum of more than MOST_PARTS numbers."""
     stack, count = [] if end is None else [end], 0
-    while stack and count <= MOST_PARTS:  # why no further: nodes with many users double the count again and again
+    while stack and count <= MOST_PARTS:  # bounded: nodes with many users double the count repeatedly
         node = stack.pop()
         if node.op in ("minimum", "maximum"):
             stack += node.arguments
@@ -202,7 +202,7 @@ def _has_many_parts(end: Node | None) -> bool:
 
 
 def _extreme(op: str, x: Node | None, y: Node | None) -> Node | None:
-    """Returns the end that leaves fewer keys; None if both are open."""
+    """Returns the minimum or the maximum of two ends, by `op`. An open end is left out; None if both are open."""
     if x is None or y is None:
         return x or y
     if _is_at_least(x, y):
@@ -213,7 +213,7 @@ def _extreme(op: str, x: Node | None, y: Node | None) -> Node | None:
 
 
 def _either(*parts: _Span | None) -> _Span | None:
-    """Returns a span of the keys in one of two."""
+    """Returns a span of the keys in at least one span."""
     x, y = parts
     if x is None or y is None:
         return None
@@ -227,8 +227,8 @@ def _either(*parts: _Span | None) -> _Span | None:
     last = None if x.last is None or y.last is None else _extreme("maximum", x.last, y.last)
     if _has_many_parts(first) or _has_many_parts(last):
         return None
-    # There is no hole if both begins or both ends are open, or if each begins at the latest right after the other.
-    # The last holds also where one of them is empty.
+    # The union has no hole if both begins or both ends are open, or if each span begins at most one key after the other
+    # ends. The second condition also holds where one span is empty.
     is_whole = x.first is y.first is None or x.last is y.last is None or (_touches(x, y) and _touches(y, x))
     return _Span(first, last, is_whole and x.is_exact and y.is_exact)
 
@@ -238,19 +238,19 @@ def _is_empty(span: _Span) -> bool:
 
 
 def _touches(x: _Span, y: _Span) -> bool:
-    """True if no key lies between the last of one span and the first of the other."""
+    """True if no key lies between the last key of x and the first key of y."""
     return x.last is None or y.first is None or _is_at_least(x.last, y.first, 1)
 
 
 def _choose(condition: _Span | None, inverse: _Span | None, x: _Span | None, y: _Span | None) -> _Span | None:
-    """Returns the span of one where a condition holds, and of another where it does not."""
+    """Returns the span of x where a condition holds, and of y elsewhere."""
     if condition is not None and condition.condition is not None:
         return None if x is None or y is None else _where(condition.condition, x, y)
     return _either(_both(condition, x), _both(inverse, y))
 
 
 def _where(condition: Node, x: _Span, y: _Span) -> _Span:
-    """Returns one span where a condition of the row holds, and another where it does not."""
+    """Returns the span of x in rows where a condition holds, and of y in other rows."""
     first, last = (
         build("where", condition, one or constant(end), other or constant(end)) if one or other else None
         for one, other, end in ((x.first, y.first, -OPEN), (x.last, y.last, OPEN))

@@ -1,7 +1,7 @@
 """Prints expression graphs as CUDA: a struct of static functions, which compute each value as seldom as they can.
 
-A kernel calls `head` once for a head, `row` once for a row of a tile, `pair` for two columns of a row, and `element`
-for each score. The text calls the functions of kernels_cu/common/mod_functions.cuh, which is to be included before it.
+A kernel calls `head` once per head and `row` once per row of a tile. It calls `pair` once per two columns of a row, and
+`element` once per score. The text calls functions of kernels_cu/common/mod_functions.cuh, which must be included first.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ def print_struct(
 ) -> str:
     """Returns the text of a struct template `name`, whose `element` returns the roots under the names `results`.
 
-    Its parameter is true if the offsets in all captured arrays fit into an int. exact: the results that must have equal
-    bits in every kernel, of any dtype and order of stages. runs: an array's number and an axis along which its elements
-    lie side by side, as long as all columns, and whether two elements can be loaded together. Equal graphs give equal
-    text.
+    Its template parameter is true if the offsets in all captured arrays fit into an int. Equal graphs give equal text.
+
+    exact: results that must have equal bits in every kernel, for any dtype and order of stages. runs: by array number
+    and axis, the contiguous axes that are at least as long as the columns. A value is True if two elements can be
+    loaded together.
     """
     return _Printer(staged(roots), arrays, [each in exact for each in results], runs).text(name, results)
 
 
 class _PartOfOffset(NamedTuple):
-    """The axes of a captured array whose index a stage is the first to compute."""
+    """Axes of a captured array whose index is first computed in one stage."""
 
     array: int
     stage: int
@@ -60,7 +61,7 @@ class _PartOfOffset(NamedTuple):
 
 
 def _parts_of_offset(x: Node) -> list[_PartOfOffset]:
-    """Returns the offset of a load in parts, one for each stage up to that of the load."""
+    """Returns the offset of a load in parts, one for each stage up to the load's stage."""
     axes = [(axis, index, stage_of(index)) for axis, index in enumerate(x.arguments)]
     return [
         _PartOfOffset(x.value, stage, tuple((axis, index) for axis, index, first in axes if first == stage))
@@ -69,7 +70,7 @@ def _parts_of_offset(x: Node) -> list[_PartOfOffset]:
 
 
 class _Run(NamedTuple):
-    """A load along the columns of a row: its number, the array's, and the axis; is_pair: it is of two elements."""
+    """A load along the columns of a row: its number, its array's number and axis. is_pair: it loads two elements."""
 
     number: int
     array: int
@@ -86,7 +87,7 @@ class _Run(NamedTuple):
 
 
 def _axis_of_columns(x: Node) -> int | None:
-    """Returns the axis along which a load follows the columns of a row, if no other index changes within a row."""
+    """Returns the axis along which a load follows the columns of a row with all other indices fixed, or None."""
     if x.op != "load":
         return None
     axes = [axis for axis, index in enumerate(x.arguments) if stage_of(index) > _ROW]
@@ -94,7 +95,7 @@ def _axis_of_columns(x: Node) -> int | None:
 
 
 class _Printer:
-    """Prints the statements of the four functions, and finds the values that each passes on to later ones."""
+    """Prints the statements of the four functions, and collects the values that each passes to later functions."""
 
     def __init__(
         self,
@@ -110,24 +111,24 @@ class _Printer:
         for each in self.order:
             for argument in each.arguments:
                 self.users[argument].append(each)
-        # Sums that are fused with a product, and the product's place among their arguments.
+        # Sums that are fused with a product, and the product's index among their arguments.
         self.fused = {each: place for each in self.order if (place := self._fused_place(each)) is not None}
         self.runs: dict[Node, _Run] = {}  # loads of elements along a row
         for x in self.order:
             axis = _axis_of_columns(x)
             if axis is not None and (is_pair := runs.get((x.value, axis))) is not None:
                 self.runs[x] = _Run(len(self.runs), x.value, axis, is_pair)
-        # Values that are a part of another one's expression, or that no expression has.
+        # Values that are inlined into another expression, or that no expression uses.
         nameless = {each.arguments[place] for each, place in self.fused.items()}
         nameless |= {KEY} if KEY not in roots and self.runs.keys() >= set(self.users.get(KEY, ())) else set()
         values = (each for each in self.order if each.op not in ("input", "constant") and each not in nameless)
         self.names = {each: f"value{number}" for number, each in enumerate(values)}
-        # why: NVRTC may copy an unrolled loop for either outcome of a minimum in it that is the same for all elements.
+        # Parts of offsets are members: NVRTC may duplicate an unrolled loop for both outcomes of an invariant minimum.
         parts = dict.fromkeys(part for x in self.order if x.op == "load" for part in _parts_of_offset(x)[:-1])
         self.offsets = {part: f"offset{number}" for number, part in enumerate(parts) if part.axes}
 
     def _fused_place(self, x: Node) -> int | None:
-        """Returns the place of the argument of a sum that is multiplied in the same instruction."""
+        """Returns the index of the argument of a sum that is multiplied in the same instruction, else None."""
         if x.type != Type.FLOAT32 or x.op not in ("add", "subtract") or x in self.exact:
             return None
         for place in (1, 0):
@@ -157,7 +158,7 @@ class _Printer:
         return "".join([*text, self._function(2, "Result", values), "};\n"])
 
     def _members(self, stage: int) -> dict[str, str]:
-        """Returns the names and types of the values of a stage that later ones use."""
+        """Returns the names and types of the values of a stage that later stages use."""
         uses = set(self.roots) | {argument for x in self.order if stage_of(x) > stage for argument in x.arguments}
         values = [x for x in self.order if x in uses and x.op != "constant" and stage_of(x) == stage]
         offsets = {name: "Offset" for part, name in self.offsets.items() if part.stage == stage}
@@ -200,7 +201,7 @@ class _Printer:
             return self._fma(x, stage)
         if x.op == "load":
             return self._load(x)
-        # why: values of a head or a row are computed seldom, so they need not be fast.
+        # Values of a head or a row are computed seldom, so the slower exact tanh is affordable there.
         is_exact = x in self.exact or (x.op == "tanh" and stage <= _ROW)
         return expression(x, [self._use(each, stage) for each in x.arguments], is_exact)
 
@@ -220,17 +221,17 @@ class _Printer:
         return f"static_cast<{SCALARS[x.type]}>(arrays.array{x.value}.at({' + '.join(terms) or '0'}))"
 
     def _run(self, x: Node, run: _Run) -> str:
-        """Returns the value of a row from which its pairs load the elements."""
+        """Returns the value of a row from which its pairs load elements."""
         offset = " + ".join(self._earlier_offsets(x, _ROW)) or "0"
         return f"arrays.array{x.value}.run({run.axis}, key_begin, {offset})"
 
     def _earlier_offsets(self, x: Node, stage: int) -> list[str]:
-        """Returns the texts by which a stage refers to the parts of a load's offset of stages before the load."""
+        """Returns the texts by which a stage refers to the parts of a load's offset from earlier stages."""
         parts = [part for part in _parts_of_offset(x)[:-1] if part.axes]
         return [f"{STAGE_NAMES[part.stage]}." * (part.stage < stage) + self.offsets[part] for part in parts]
 
     def _pair_function(self) -> str:
-        """Returns the function of two columns, of which the first is even."""
+        """Returns the function that loads two columns; the first column is even."""
         pairs = [f"arrays.array{x.array}.template pair<{x.kind}>(row.{x.name}, column)" for x in self.runs.values()]
         return (
             "  __device__ __forceinline__ static Pair pair(const Arrays& arrays, const Row& row, int column) {\n"

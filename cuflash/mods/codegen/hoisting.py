@@ -10,8 +10,8 @@ from ..graph.linear import LinearForm, linear
 from ..graph.operations import COMPARISONS, DIVISIONS, ROUNDING, Type
 from ..graph.simplify import build, cast, constant, has_inverse, rebuilt, transform
 
-# The inputs of the three stages. A key is the first key of the tile plus a column, which is a constant for the
-# compiler because kernels unroll their loops over columns.
+# The inputs of the three stages. A key is the first key of the tile plus a column. Kernels unroll their loops over
+# columns, so the compiler sees a column as a constant.
 STAGES = (("b", "h", "seqlen_q", "seqlen_k", "softmax_scale"), ("q_idx", "key_begin", "addend"), ("score", "column"))
 FLOAT_INPUTS = ("score", "softmax_scale", "addend")
 STAGE_NAMES = ("head", "row", "element")
@@ -23,10 +23,10 @@ SCORE = variable("score")
 # The factor of products q kᵀ. User functions do not read it: their score includes it.
 SOFTMAX_SCALE = node("input", Type.FLOAT32, value="softmax_scale")
 # A number that a kernel adds to the scores of a row, such as the negative maximum of its exponents. It costs nothing:
-# a sum with it is taken apart, so that each other term is one multiplication and addition.
+# a sum with it is expanded, and each other term is one fused multiplication and addition.
 ADDEND = node("input", Type.FLOAT32, value="addend")
 COLUMN = node("input", Type.INT32, value="column", range=(0, MAX_COLUMN))
-# why not up to MAX_INDEX: their sum is a key, whose range ends there.
+# The range ends below MAX_INDEX, because the sum with a column is a key, whose range ends at MAX_INDEX.
 KEY_BEGIN = node("input", Type.INT32, value="key_begin", range=(0, MAX_INDEX - MAX_COLUMN))
 KEY = build("add", KEY_BEGIN, COLUMN)
 _FLOAT_COLUMN = cast(COLUMN, Type.FLOAT32)
@@ -35,7 +35,7 @@ _FLOAT_COLUMN = cast(COLUMN, Type.FLOAT32)
 SUMS = {"add", "subtract", "multiply", "negative", "left_shift"}
 # Operations that turn a small difference into a large one.
 _SHARP = {*COMPARISONS, *ROUNDING, *DIVISIONS, "sign"}
-# A sum: the part of the row under None, and the factors of the element's nodes.
+# A sum: the row's part under the key None, and the factors of the element's nodes.
 _Parts = dict[Node | None, Node]
 
 
@@ -45,7 +45,7 @@ def staged(roots: Sequence[Node]) -> list[Node]:
 
 
 def stage_of(node: Node) -> int:
-    """Returns the number of the first stage that has all inputs of a node."""
+    """Returns the number of the first stage in which all inputs of a node are available."""
     return max((_STAGE_OF_INPUT[name] for name in node.inputs), default=0)
 
 
@@ -54,7 +54,7 @@ def _is_element(node: Node) -> bool:
 
 
 def _sharp(roots: Iterable[Node]) -> set[Node]:
-    """Returns the floats whose last bit may matter, such as arguments of floor: they are computed as written."""
+    """Returns the floats whose last bit may matter, such as arguments of floor; they are computed as written."""
     sharp: set[Node] = set()
     for each in reversed(post_order(roots)):
         is_cut = each.op in _SHARP or (each.op == "cast" and each.type != Type.FLOAT32)
@@ -82,14 +82,14 @@ def _with_columns(roots: Sequence[Node]) -> list[Node]:
 
 
 def _quotient(x: Node, y: Node) -> Node:
-    """Returns x / y, by the inverse of y if a stage before that of x computes it, because a division takes long."""
+    """Returns x / y; multiplies by the inverse of y if an earlier stage computes it, because a division takes long."""
     if has_inverse(y) if y.op == "constant" else stage_of(y) < stage_of(x):
         return build("multiply", x, build("divide", constant(1.0), y))
     return build("divide", x, y)
 
 
 def _form(x: Node) -> tuple[LinearForm, int] | None:
-    """Returns an integer without its multiple of the column, and the column's factor; None if the row has no part."""
+    """Returns an integer without its multiple of the column, and the column's factor; None if it is no such sum."""
     if not _is_element(x) or _may_wrap(x):
         return None
     form = linear(x)
@@ -99,12 +99,12 @@ def _form(x: Node) -> tuple[LinearForm, int] | None:
 
 
 def _may_wrap(x: Node) -> bool:
-    """True if a sum below may wrap, so that its terms may not be exchanged."""
+    """True if a sum below may wrap, so its terms must not be exchanged."""
     return any(each.op in SUMS and each.type.is_integer and each.range == each.type.limits for each in post_order([x]))
 
 
 def _integer_sum(x: Node) -> Node:
-    """Returns x as the sum of a part of the row and a multiple of the column, if it is one."""
+    """Returns x as the sum of a row value and a multiple of the column, if it is such a sum."""
     if not x.type.is_integer or x.op not in SUMS or (parts := _form(x)) is None:
         return x
     rest, factor = from_linear(parts[0]), parts[1]
@@ -115,8 +115,8 @@ def _integer_sum(x: Node) -> Node:
 
 
 def _comparison(op: str, x: Node, y: Node) -> Node:
-    """Returns a comparison of a value of the row with a multiple of the column, if it can be written so."""
-    # why in int64: the difference of two integers that do not wrap may wrap.
+    """Returns a comparison of a row value with a multiple of the column, if the comparison has this form."""
+    # Computed in int64, because the difference of two integers that do not wrap may wrap.
     parts = _form(build("subtract", cast(x, Type.INT64), cast(y, Type.INT64)))
     if parts is None or _may_wrap(x) or _may_wrap(y):
         return build(op, x, y)
@@ -125,20 +125,20 @@ def _comparison(op: str, x: Node, y: Node) -> Node:
     columns = build("multiply", COLUMN, constant(abs(factor)))
     if columns.type != Type.INT32 or (limit.type != Type.INT32 and not _is_of_indices(x, y, limit)):
         return build(op, x, y)
-    if limit.type != Type.INT32:  # why: no multiple of the column reaches the ends of int32
+    if limit.type != Type.INT32:  # no multiple of the column reaches the ends of int32
         least, greatest = (constant(end) for end in Type.INT32.limits)
         limit = cast(build("minimum", build("maximum", limit, least), greatest), Type.INT32)
     return build(op, columns, limit) if factor > 0 else build(op, limit, columns)
 
 
 def _is_of_indices(x: Node, y: Node, limit: Node) -> bool:
-    """True if two integers are int64 because of multiples of indices and lengths alone."""
+    """True if two integers are int64 only because of multiples of indices and lengths."""
     is_wide = Type.INT64 in (x.type, y.type) and not _may_wrap(limit)
     return is_wide and all(each.op != "load" for each in post_order([x, y]))
 
 
 def _to_float(x: Node) -> Node:
-    """Returns float(x) as the sum of two floats, one of the row and one that is constant for the compiler.
+    """Returns float(x) as the sum of a float of the row and a float that the compiler folds to a constant.
 
     It is exact below 2^24, and it costs no conversion.
     """
@@ -169,17 +169,17 @@ def _has_addend(parts: _Parts) -> bool:
 
 
 def _is_multiple(x: Node, parts: _Parts) -> bool:
-    """True if a product is one node of an element times factors of earlier stages, which multiply them."""
+    """True if a product is one node of an element times factors of earlier stages, which are multiplied there."""
     return x.op == "multiply" and len(parts) == 1 and parts.keys().isdisjoint({None, x})
 
 
 def _is_of_column(parts: _Parts) -> bool:
-    """True if a sum has a multiple of the column, perhaps one of the score, and no other part of an element."""
+    """True if a sum has a multiple of the column, and no other part of an element except a multiple of the score."""
     return _FLOAT_COLUMN in parts and parts.keys() <= {None, SCORE, _FLOAT_COLUMN}
 
 
 def _parts(x: Node, parts: dict[Node, _Parts | None], is_sharp: bool) -> _Parts | None:
-    """Returns the parts of a float, whose terms may be exchanged if it is a sum; None of other types."""
+    """Returns the parts of a float, with terms that may be exchanged if it is a sum; None for other types."""
     if x.type != Type.FLOAT32:
         return None
     if not _is_element(x):
@@ -203,7 +203,7 @@ def _parts(x: Node, parts: dict[Node, _Parts | None], is_sharp: bool) -> _Parts 
 
 
 def _sum_of(parts: _Parts, new: dict[Node, Node]) -> Node:
-    """Returns the sum of parts, of new nodes. why the column last: the other terms are then a sum already."""
+    """Returns the sum of parts, of new nodes. The column comes last, so the other terms are already a sum."""
     total = parts.get(None)
     atoms = [each for each in parts if each not in (None, SCORE, _FLOAT_COLUMN)]
     for each in (SCORE, *atoms, _FLOAT_COLUMN):

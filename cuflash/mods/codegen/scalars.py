@@ -56,10 +56,10 @@ _FLOAT_FUNCTIONS = {
     "fmin": "fminf",
     "fmax": "fmaxf",
 }
-# Operations of floats that must have the same bits in every kernel: the compiler fuses none of these sums and products,
+# Operations of floats that must have equal bits in every kernel: the compiler does not fuse these sums and products,
 # and no function depends on a kernel's dtype.
 _EXACT = {"add": "__fadd_rn", "subtract": "__fsub_rn", "multiply": "__fmul_rn", "tanh": "tanhf"}
-# Operations of float64 alone. Sums and products are not fused, as in NumPy.
+# Operations of float64 only. Sums and products are not fused, as in NumPy.
 _DOUBLE = {
     "add": "__dadd_rn({0}, {1})",
     "subtract": "__dsub_rn({0}, {1})",
@@ -98,7 +98,7 @@ _DIVISIONS = {
 
 
 def kind_of(x: Node) -> Type:
-    """Returns the type of a value in CUDA. why not always the node's: arithmetic of int64 takes twice as long."""
+    """Returns the type of a value in CUDA: int32 for int64 values that it holds, as int64 takes twice as long."""
     least, greatest = Type.INT32.limits
     is_short = x.type == Type.INT64 and least <= x.bounds[0] and x.bounds[1] <= greatest
     return Type.INT32 if is_short else x.type
@@ -109,7 +109,7 @@ def _as(kind: Type, x: Node, text: str) -> str:
 
 
 def expression(x: Node, arguments: list[str], is_exact: bool) -> str:
-    """Returns an operation from the texts of its arguments. is_exact: True if its bits do not depend on a kernel."""
+    """Returns an operation from the texts of its arguments. is_exact: its bits must not depend on the kernel."""
     if x.op == "cast":
         return f"static_cast<{SCALARS[kind_of(x)]}>({arguments[0]})"
     if x.op == "where":
@@ -124,7 +124,7 @@ def expression(x: Node, arguments: list[str], is_exact: bool) -> str:
 
 
 def _operation(x: Node, kind: Type, arguments: list[str]) -> str:
-    """Returns an operation of arguments that are all of this kind."""
+    """Returns an operation of arguments that all have this type."""
     is_float = kind.is_float
     special = {Type.FLOAT64: _DOUBLE, Type.UINT64: _UNSIGNED}.get(kind, {}).get(x.op)
     if special is not None:
@@ -153,7 +153,7 @@ def _wrapping(op: str, kind: Type, arguments: list[str]) -> str:
 
 
 def _division(x: Node, kind: Type, arguments: list[str]) -> str:
-    """Returns a division of integers or its remainder; unsigned ones and shifts are shorter."""
+    """Returns a division of integers or its remainder; unsigned divisions and shifts are shorter."""
     scalar, (one, other) = SCALARS[kind], x.arguments
     is_quotient = x.op in ("floor_divide", "truncated_divide")
     if one.bounds[0] >= 0 and other.bounds[0] > 0:
@@ -187,7 +187,7 @@ def literal(x: Node) -> str:
 
 def _integer(value: int, kind: Type) -> str:
     suffix = {Type.INT64: "ll", Type.UINT64: "ull"}.get(kind, "")
-    # why: C++ has no literal of the least integer, it takes the minus off a positive one that does not fit.
+    # C++ has no literal for the least integer: it negates a positive literal, which does not fit the type.
     if value in (Type.INT32.limits[0], Type.INT64.limits[0]):
         return f"({value + 1}{suffix} - 1)"
     return f"{value}{suffix}" if value >= 0 else f"({value}{suffix})"
