@@ -13,7 +13,7 @@ def from_linear(form: LinearForm) -> Node:
 
     Equal forms give the same node in every process. It is int64 where int32 may not hold the sum.
     """
-    # why by digest: the order of a form's parts depends on the process.
+    # Sorted by digest, because the order of a form's parts depends on the process.
     parts = sorted(form.coefficients.items(), key=lambda item: (item[1] < 0, item[0].digest))
     if form.constant != 0 or not parts:
         place = sum(factor > 0 for _, factor in parts) if form.constant >= 0 else len(parts)
@@ -27,7 +27,7 @@ def from_linear(form: LinearForm) -> Node:
 
 
 def _type_of_sum(parts: list[tuple[Node, int]]) -> Type:
-    """Returns the smaller type in which nothing wraps when the parts are added one after the other."""
+    """Returns the smallest integer type in which no partial sum of the parts wraps."""
     least = greatest = 0
     limits = Type.INT32.limits
     for atom, factor in parts:

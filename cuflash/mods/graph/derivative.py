@@ -13,9 +13,9 @@ from .simplify import build, cast, constant, has_inverse
 
 
 class _Adjoint(NamedTuple):
-    """The change of the root with a node: `value` where all conditions in `guard` hold, and zero elsewhere.
+    """The derivative of the root by a node: `value` where all conditions in `guard` hold, and zero elsewhere.
 
-    why two parts: where a condition is false, `value` may become infinite, and zero times infinity is NaN.
+    The guard is separate, because `value` may be infinite where a condition is false, and zero times infinity is NaN.
     """
 
     guard: frozenset[Node]
@@ -25,9 +25,10 @@ class _Adjoint(NamedTuple):
 def differentiate(root: Node, seed: Node | None = None) -> dict[Node, Node]:
     """Returns the derivatives of a node by the score and by every float that is loaded below it, times `seed`.
 
-    The keys are the nodes of the score and of the loads. Where a function has a corner, its derivative is that of
-    PyTorch and JAX: equal arguments of minimum and maximum share, and that of the absolute value is 0 at 0. Rounding,
-    comparisons and integers are flat. What `where` does not take adds nothing, even if its derivative is not finite.
+    The keys are the nodes of the score and of the loads. At a corner of a function the derivative equals PyTorch's and
+    JAX's. Equal arguments of minimum and maximum get half each, and the absolute value has 0 at 0. Rounding,
+    comparisons and integers are flat. The branch that `where` does not select adds nothing, even if its derivative is
+    not finite.
     """
     order = post_order([root])
     live = _live(order)
@@ -60,7 +61,7 @@ def _live(order: list[Node]) -> set[Node]:
 
 
 def _part(node: Node, place: int, adjoint: _Adjoint) -> _Adjoint:
-    """Returns the part of a node's adjoint that goes to the argument at `place`."""
+    """Returns the contribution of a node's adjoint to the argument with index `place`."""
     guard, value = adjoint
     if node.op == "where":
         condition = node.arguments[0]
@@ -89,7 +90,7 @@ def _sum(x: _Adjoint, y: _Adjoint) -> _Adjoint:
 def _all(conditions: frozenset[Node]) -> Node:
     """Returns the node that is True if all conditions hold."""
     result = constant(True)
-    # why sorted: a set has no order, and the code must be the same in every process.
+    # Sorted, because a set has no order and the code must be the same in every process.
     for each in sorted(conditions, key=lambda condition: condition.digest):
         result = build("bitwise_and", result, each)
     return result
@@ -98,7 +99,7 @@ def _all(conditions: frozenset[Node]) -> Node:
 def _closed(adjoint: _Adjoint | None) -> Node:
     """Returns the derivative of an adjoint."""
     if adjoint is None:
-        return constant(0.0)  # why: all between the root and the node is flat
+        return constant(0.0)  # all operations between the root and the node are flat
     return build("where", _all(adjoint.guard), adjoint.value, constant(0.0))
 
 
@@ -107,7 +108,7 @@ def _negative(x: Node) -> Node:
 
 
 def _times(x: Node, y: Node | float) -> Node:
-    """Returns a product whose constants are one factor: often one adjoint has the inverse of the next one's."""
+    """Returns a product whose constants are folded into one factor; constants of successive adjoints often cancel."""
     factor = y if isinstance(y, Node) else constant(y)
     if x.op == "constant":
         x, factor = factor, x
@@ -117,7 +118,7 @@ def _times(x: Node, y: Node | float) -> Node:
 
 
 def _divided(x: Node, y: Node) -> Node:
-    """Returns a quotient. why a product where it can be: it need not be rounded as a quotient is."""
+    """Returns a quotient, as a product if the divisor has an inverse: a product need not be rounded like a quotient."""
     return _times(x, build("divide", constant(1.0), y)) if has_inverse(y) else build("divide", x, y)
 
 
@@ -130,7 +131,7 @@ def _erf_slope(node: Node) -> Node:
     return _times(build("exp", _negative(_times(x, x))), 2 / math.sqrt(math.pi))
 
 
-# The derivatives of functions of one argument. Where it is shorter, they use the value of the function.
+# Derivatives of functions of one argument, by the value of the function where this is shorter.
 _SLOPES: dict[str, Callable[[Node], Node]] = {
     "exp": lambda node: node,
     "exp2": lambda node: _times(node, math.log(2)),
@@ -163,7 +164,7 @@ def _divisor_part(node: Node, adjoint: Node) -> Node:
 def _base_part(node: Node, adjoint: Node) -> Node:
     base, exponent = node.arguments
     slope = _times(exponent, build("power", base, build("subtract", exponent, constant(1.0))))
-    # why: anything to the power of 0 is 1, but base ** -1 may be infinite.
+    # Any base to the power of 0 is 1, but base ** -1 may be infinite.
     is_flat = build("equal", exponent, constant(0.0))
     return _times(adjoint, build("where", is_flat, constant(0.0), slope))
 
@@ -171,7 +172,7 @@ def _base_part(node: Node, adjoint: Node) -> Node:
 def _exponent_part(node: Node, adjoint: Node) -> Node:
     base, exponent = node.arguments
     zero = constant(0.0)
-    # why: a power of 0 stays 0 when its positive exponent changes, but log(0) is infinite.
+    # A power of 0 stays 0 when its positive exponent changes, but log(0) is infinite.
     is_flat = build("bitwise_and", build("equal", base, zero), build("less_equal", zero, exponent))
     return _times(adjoint, build("where", is_flat, zero, _times(node, build("log", base))))
 
@@ -183,9 +184,9 @@ def _modulus_part(divide: str) -> Callable[[Node, Node], Node]:
     return part
 
 
-# For other operations, the adjoint of each argument from the node and its adjoint.
+# Adjoints of the arguments of other operations, as functions of the node and its adjoint.
 _PARTS: dict[str, tuple[Callable[[Node, Node], Node], ...]] = {
-    "cast": (_same,),  # of floats; no other is live
+    "cast": (_same,),  # between floats; other casts are not live
     "negative": (_opposite,),
     "add": (_same, _same),
     "subtract": (_same, _opposite),
@@ -199,5 +200,5 @@ _PARTS: dict[str, tuple[Callable[[Node, Node], Node], ...]] = {
     "truncated_remainder": (_same, _modulus_part("truncated_divide")),
 }
 _EXTREMES = ("minimum", "maximum", "fmin", "fmax")
-# All that is not flat.
+# Operations that are not flat.
 _SMOOTH = {*_SLOPES, *_PARTS, *_EXTREMES, "where"}

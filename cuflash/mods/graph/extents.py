@@ -1,4 +1,4 @@
-"""Ranges of exact integer results, from which the types of integers follow: none of int32 wraps."""
+"""Exact ranges of integer results, which decide the types of integers so that no int32 wraps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .graph import MAX_INDEX, Node, Range
 from .linear import LinearForm, linear
 from .operations import COMPARISONS, Function, Type
 
-# Operations whose result may lie outside of the type of their arguments.
+# Operations whose result may lie outside of the type of the arguments.
 GROWING = {"add", "subtract", "multiply", "negative", "absolute", "left_shift", "floor_divide", "truncated_divide"}
 MOST_BITS = 63
-_LENGTH_OF = {"q_idx": "seqlen_q", "k_idx": "seqlen_k"}  # every index is below it
+_LENGTH_OF = {"q_idx": "seqlen_q", "k_idx": "seqlen_k"}  # every index is below its length
 WHOLE_FLOATS = 2**24  # up to it float32 holds every integer
 
 
 def extent_of(op: str, args: list[Node]) -> Range:
-    """Returns the range of an operation of integers or bools, which no type bounds."""
+    """Returns the exact range of an operation of integers or bools, without the limits of a type."""
     if op in COMPARISONS or op in ("logical_not", "alike"):
         return 0, 1
     ends = [each.ends for each in args]
@@ -60,7 +60,7 @@ def _of_one(op: str, least: int, greatest: int) -> Range:
 
 
 def _of_two(op: str, x: Range, y: Range) -> Range:
-    """Returns the range of a result from those of two arguments; of `where` they are the values."""
+    """Returns the range of a result from two arguments' ranges; for `where` these are the ranges of the values."""
     if op in _CORNERS:
         return _corners(_CORNERS[op], x, y)
     if op == "where":
@@ -73,10 +73,10 @@ def _of_two(op: str, x: Range, y: Range) -> Range:
 
 
 def _of_shift(op: str, x: Range, y: Range) -> Range:
-    # why one more: a shift to the left by more bits than a number has is not to be computed here.
+    # Counts are clamped to 64, so that no huge left shift is computed here.
     counts = min(max(y[0], 0), MOST_BITS + 1), min(y[1], MOST_BITS + 1)
     if y[0] < 0:
-        counts = 0, MOST_BITS + 1  # a negative number of bits counts as very many
+        counts = 0, MOST_BITS + 1  # a negative number of bits counts as more than 63
     if op == "right_shift":
         return _corners(lambda a, b: a >> b, x, counts)
     least, greatest = _corners(lambda a, b: a << b, x, counts)
@@ -125,21 +125,21 @@ _CORNERS: dict[str, Function] = {
 
 
 def is_inside(extent: Range, type: Type) -> bool:
-    """True if a type of integers holds a range."""
+    """True if an integer type holds a range."""
     return type.limits[0] <= extent[0] and extent[1] <= type.limits[1]
 
 
 def leaves_int64(op: str, args: list[Node]) -> bool:
-    """True if the result of indices, lengths and short integers may lie outside of int64.
+    """True if an integer result may lie outside of int64.
 
-    why not of integers of 32 and 64 bits in arrays: nothing is known of them, and sums of small ones are right. Others
-    wrap at 2^63, as int64 does in NumPy and PyTorch.
+    False if an operand depends on captured integers of 32 or 64 bits, or on floats cast to integers. Their values are
+    unknown: small ones are summed correctly, and sums beyond 2^63 wrap, as int64 does in NumPy and PyTorch.
     """
     if op not in GROWING or any(not each.type.is_integer and each.type != Type.BOOL for each in args):
         return False
     if is_inside(extent_of(op, args), Type.INT64) or has(args, _is_unbounded):
         return False
-    # why: nothing is known of captured numbers of bits, either, and 8 bits hold many that are too large.
+    # Captured numbers of bits are unknown, too: even integers of 8 bits hold numbers that are too large.
     return op != "left_shift" or not has(args[1:], lambda x: x.op == "load")
 
 
@@ -149,7 +149,10 @@ def _is_unbounded(x: Node) -> bool:
 
 
 def is_wide(x: Node) -> bool:
-    """True of captured integers of which float32 may not hold each. Indices and lengths are none, as in PyTorch."""
+    """True if a value depends on captured integers and float32 may not hold all of its values, and for uint64.
+
+    Indices and lengths alone are not wide, as in PyTorch.
+    """
     if x.type == Type.UINT64:
         return True
     if not x.type.is_integer or max(map(abs, x.ends)) <= WHOLE_FLOATS:
@@ -158,7 +161,7 @@ def is_wide(x: Node) -> bool:
 
 
 def is_large(x: Node) -> bool:
-    """True of integers beyond an index, such as flat indices: float32 does not hold them where it holds indices."""
+    """True if an integer may exceed int32 or contains a constant of at least 2^24, as flat indices do."""
     if not x.type.is_integer:
         return False
     return not is_inside(x.ends, Type.INT32) or has([x], _is_large_constant)
@@ -169,18 +172,21 @@ def _is_large_constant(x: Node) -> bool:
 
 
 def needs_digits(value: float) -> bool:
-    """True of a number that float32 does not hold, or beside which it does not hold every integer."""
+    """True if float32 does not hold a number, or does not hold every integer up to it."""
     return math.isfinite(value) and (abs(value) >= WHOLE_FLOATS or not is_float32(value))
 
 
 def is_float32(value: float) -> bool:
-    """True of a number that float32 holds."""
+    """True if float32 holds a number."""
     with np.errstate(over="ignore"):
         return value != value or float(np.float32(value)) == value
 
 
 def has(roots: list[Node], matches: Callable[[Node], bool]) -> bool:
-    """True if a node matches. why not post_order: a sum of many terms asks for each, and the first has it often."""
+    """True if a node at or below the roots matches.
+
+    The search stops at the first match: a sum of many terms searches once per term, and often matches at once.
+    """
     visited, stack = set(roots), list(roots)
     while stack:
         x = stack.pop()

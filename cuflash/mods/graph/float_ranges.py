@@ -10,11 +10,11 @@ from .operations import Type
 
 _FloatRange = tuple[float, float]
 _ALL = (-math.inf, math.inf)
-ROOM = 1e-5  # of the size of a number, for what rounding adds
+ROOM = 1e-5  # relative margin for rounding errors
 
 
 def rounded_range(root: Node, type: Type) -> Range:
-    """Returns the range of a float that becomes an integer of a type, which it does not leave."""
+    """Returns the range of a float after a cast to an integer type, within the limits of the type."""
     ranges: dict[Node, _FloatRange] = {}
     for x in post_order([root]):
         if x.type.is_float:
@@ -22,7 +22,7 @@ def rounded_range(root: Node, type: Type) -> Range:
     (low, high), limits = ranges[root], type.limits
     if not math.isfinite(low) or not math.isfinite(high):
         return limits
-    # why 0: NaN becomes 0.
+    # The range contains 0, because a float32 NaN becomes 0 as int32.
     least, greatest = min(math.floor(low - ROOM * abs(low)), 0), max(math.ceil(high + ROOM * abs(high)), 0)
     return max(least, limits[0]), min(greatest, limits[1])
 

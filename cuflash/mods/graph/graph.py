@@ -1,4 +1,4 @@
-"""The expression graph: nodes, of which equal ones are one object, the walk over them, and digests."""
+"""The expression graph: interned nodes, traversal in post-order, and digests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from ...locks import Lock
 from .operations import Type
 
-# The arguments of user functions, and the lengths of the sequence that they may call for.
+# The arguments of user functions, and the lengths of the sequence that they may read.
 MASK_ARGUMENTS = ("b", "h", "q_idx", "k_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 LENGTHS = ("seqlen_q", "seqlen_k")
 INPUTS = (*SCORE_ARGUMENTS, *LENGTHS)
-# why below 2^31: so that sums of a few indices stay in int32.
+# Below 2^31, so that sums of a few indices stay in int32.
 MAX_INDEX = 2**30 - 1
 Range = tuple[int, int]
 
@@ -25,10 +25,11 @@ Range = tuple[int, int]
 class Node:
     """One expression. Equal expressions are one object, so they are compared by `is`.
 
-    `op` is "constant" (its value is `value`), "input" (`value` is its name), "load" (`value` is the number of the
-    captured array, `arguments` are its indices), "cast", or a name of `operations.NUMPY`. `inputs` holds the names of
-    all inputs below, `range` is what bool and integer values lie in, and `digest` is of the whole expression: the same
-    in every process. `extent` is a range, too, often a narrower one: types follow from it, code from `range` alone.
+    `op` is "constant", "input", "load", "cast" or a name of `operations.NUMPY`. `value` is the value of a constant, the
+    name of an input, or the number of a load's captured array. The `arguments` of a load are its indices. `inputs`
+    holds the names of all inputs below. `range` bounds bool and integer values. `digest` covers the whole expression,
+    and is the same in every process. `extent` is also a range, often narrower: types follow from `extent`, and code
+    from `range` alone.
     """
 
     __slots__ = ("__weakref__", "arguments", "digest", "extent", "inputs", "op", "range", "type", "value")
@@ -54,13 +55,13 @@ class Node:
 
     @property
     def bounds(self) -> Range:
-        """The range of a node that is known to have one."""
+        """The range of a bool or integer node."""
         assert self.range is not None, self
         return self.range
 
     @property
     def ends(self) -> Range:
-        """The extent of a node that is known to have one."""
+        """The extent of a bool or integer node."""
         assert self.extent is not None, self
         return self.extent
 
@@ -79,12 +80,12 @@ def node(
     range: Range | None = None,
     extent: Range | None = None,
 ) -> Node:
-    """Returns the interned node of an expression (hash-consing). Nothing is folded: see `build`."""
-    # why bits: -0.0 and 0.0 are equal, and NaN is not equal to itself.
+    """Returns the interned node of an expression (hash-consing). It folds nothing: see `build`."""
+    # Float constants are compared by bits: -0.0 equals 0.0, and NaN does not equal itself.
     bits = struct.pack(_FORMATS[type], value) if op == "constant" and type.is_float else None
     range = None if type.is_float else range or type.limits
     extent = extent or range
-    # why the extent of loads alone: all others follow from their arguments.
+    # The key has the extent of loads only: other extents follow from the arguments.
     key = op, type, tuple(arguments), value if bits is None else bits, extent if op == "load" else None
     with _lock:
         node = _nodes.get(key)
@@ -104,16 +105,16 @@ def _hash(*parts: bytes) -> bytes:
 
 
 def variable(name: str) -> Node:
-    """Returns the node of an input: the score is a float, all others are integers that are never negative."""
+    """Returns the node of an input: the score is a float, and all other inputs are non-negative integers."""
     if name == "score":
         return node("input", Type.FLOAT32, value=name)
     return node("input", Type.INT32, value=name, range=(0, MAX_INDEX))
 
 
-# why not frozen: a repeated call creates them anew, and frozen ones take three times as long.
+# Not frozen: a repeated call creates instances anew, and frozen instances take three times as long.
 @dataclass(slots=True, eq=False)
 class CapturedArray:
-    """An array that a function refers to. Code depends on its dtype and its number of axes, and on nothing else.
+    """An array that a function refers to. Code depends only on its dtype and its number of axes.
 
     array: the user's object, of any library. dtype: its name in NumPy or ml_dtypes, such as "bfloat16".
     """
@@ -126,7 +127,7 @@ class CapturedArray:
 
 @dataclass(slots=True, eq=False)
 class Graph:
-    """A traced function: its result, the arrays that its loads refer to by their place, and the digest of its code."""
+    """A traced function: its result, the arrays that its loads refer to by index, and the digest of its code."""
 
     root: Node
     arrays: tuple[CapturedArray, ...]
@@ -134,7 +135,7 @@ class Graph:
 
 
 def post_order(roots: Iterable[Node]) -> list[Node]:
-    """Returns all nodes below `roots`, each once, and after its arguments."""
+    """Returns all nodes at or below `roots`, each once and after its arguments."""
     visited: set[Node] = set()
     order: list[Node] = []
     stack = [(root, False) for root in reversed(list(roots))]
@@ -150,6 +151,6 @@ def post_order(roots: Iterable[Node]) -> list[Node]:
 
 
 def digest(roots: Iterable[Node], arrays: Iterable[CapturedArray]) -> str:
-    """Returns a digest of all that code depends on: operations, types, constants, and dtypes and ranks of arrays."""
+    """Returns a digest of everything that code depends on: operations, types, constants, dtypes and ranks of arrays."""
     kinds = [f"{each.dtype} {len(each.shape)}".encode() for each in arrays]
     return _hash(*(root.digest for root in roots), *kinds).hex()

@@ -10,7 +10,7 @@ from .graph import Node, Range, post_order
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """`constant` plus the sum of coefficient × atom. An atom is a node that is no sum; no coefficient is zero."""
+    """`constant` plus the sum of coefficient × atom. An atom is a node that is no sum; coefficients are nonzero."""
 
     constant: int
     coefficients: Mapping[Node, int]
@@ -46,7 +46,7 @@ def _without_zeros(constant: int, coefficients: Mapping[Node, int]) -> LinearFor
 def linear(root: Node) -> LinearForm:
     """Returns the linear form of an integer node. It has the value of the node where no sum below it wraps."""
     constant, coefficients = 0, {root: 1}
-    # why from the root down: a node with many users is then taken apart once.
+    # From the root down, so that a node with many users is expanded once.
     for each in reversed(post_order([root])):
         parts = _parts(each) if each in coefficients else None
         if parts is None:
@@ -57,12 +57,12 @@ def linear(root: Node) -> LinearForm:
             coefficients[argument] = coefficients.get(argument, 0) + factor * coefficient
     least, greatest = root.type.limits
     if not all(least <= number <= greatest for number in (constant, *coefficients.values())):
-        return LinearForm(0, {root: 1})  # why: a sum with such a factor wraps
+        return LinearForm(0, {root: 1})  # a sum with such a factor wraps
     return _without_zeros(constant, coefficients)
 
 
 def _parts(node: Node) -> tuple[int, list[tuple[Node, int]]] | None:
-    """Returns the constant and the arguments with their factors whose sum is the node; None for an atom."""
+    """Returns a constant and pairs (argument, factor) whose sum is the node; None for an atom."""
     if node.op == "constant":
         return node.value, []
     arguments = node.arguments
@@ -80,7 +80,7 @@ def _parts(node: Node) -> tuple[int, list[tuple[Node, int]]] | None:
 
 
 def _keeps_value(node: Node) -> bool:
-    """True if a cast is of an integer to a type that holds it."""
+    """True if a cast is from an integer to a type that holds all of its values."""
     integer = node.arguments[0]
     least, greatest = node.type.limits
     return integer.type.is_integer and least <= integer.bounds[0] and integer.bounds[1] <= greatest

@@ -17,7 +17,7 @@ Function = Callable[..., Any]
 
 
 class Type(enum.IntEnum):
-    """The type of a node. The numbers stay: XLA's programs and pickled block masks hold them."""
+    """The type of a node. The numbers are fixed: XLA's programs and pickled block masks hold them."""
 
     BOOL = 0
     INT32 = 1
@@ -28,22 +28,22 @@ class Type(enum.IntEnum):
 
     @property
     def numpy(self) -> type[np.generic]:
-        """The scalar type of NumPy."""
+        """NumPy's scalar type."""
         return _NUMPY[self]
 
     @property
     def is_integer(self) -> bool:
-        """True of signed integers; bool is none."""
+        """True for int32 and int64; bool and uint64 are not included."""
         return self in (Type.INT32, Type.INT64)
 
     @property
     def is_float(self) -> bool:
-        """True of floats."""
+        """True for float32 and float64."""
         return self in (Type.FLOAT32, Type.FLOAT64)
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest value of bool and of integers."""
+        """The least and the greatest value of bool and integers."""
         return _LIMITS[self]
 
 
@@ -65,14 +65,15 @@ _ORDER = (Type.BOOL, Type.INT32, Type.INT64, Type.UINT64, Type.FLOAT32, Type.FLO
 
 
 def common_type(types: Iterable[Type]) -> Type:
-    """Returns the type of a result where these types meet."""
+    """Returns the type of a result of arguments of these types: the largest one."""
     return max(types, key=_ORDER.index)
 
 
 def converted(x: Any, type: Any) -> Any:
-    """Returns numbers as another type of NumPy. Floats become integers as on a GPU: the nearest one, 0 of NaN.
+    """Returns numbers as another type of NumPy.
 
-    A NaN that becomes a 64-bit integer, or a float64 NaN, becomes the integer whose highest bit alone is set.
+    Floats become integers as on a GPU: rounded towards zero, clamped to the limits of the type, and 0 for NaN. A
+    float64 NaN, and a NaN that becomes a 64-bit integer, become the integer with only the highest bit set.
     """
     x = np.asarray(x)
     if x.dtype.kind != "f" or np.dtype(type).kind not in "iu":
@@ -91,7 +92,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _by_integer(divide: Function, a: Any, b: Any) -> Any:
-    """`divide`, where integers divided by zero give zero."""
+    """Returns divide(a, b), or 0 where an integer is divided by zero."""
     if _is_float(a):
         return divide(a, b)
     return np.where(b == 0, 0, divide(a, np.where(b == 0, 1, b).astype(np.asarray(b).dtype)))
@@ -112,7 +113,7 @@ def _truncated_divide(a: Any, b: Any) -> Any:
 
 
 def _towards_zero(a: Any, b: Any) -> Any:
-    # why not by absolute values: the least integer has none.
+    # Computed without absolute values, because the least integer has none.
     is_below = (np.remainder(a, b) != 0) & ((a < 0) != (b < 0))
     return np.floor_divide(a, b) + is_below.astype(np.asarray(a).dtype)
 
@@ -129,7 +130,7 @@ def _erf(x: Any) -> Any:
     return np.vectorize(math.erf, otypes=[np.float64])(x).astype(np.asarray(x).dtype)
 
 
-# Of floats, and of others after they became floats.
+# Operations of floats; other arguments become floats first.
 FLOATING: dict[str, Function] = {
     "exp": np.exp,
     "exp2": np.exp2,
@@ -149,7 +150,7 @@ FLOATING: dict[str, Function] = {
 }
 DIVISIONS = ("floor_divide", "remainder", "truncated_divide", "truncated_remainder")
 ROUNDING: dict[str, Function] = {"floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.rint}
-# Of numbers: the result has the larger of their types.
+# Operations of numbers: the result has the larger type of the arguments.
 ARITHMETIC: dict[str, Function] = {
     "negative": np.negative,
     "absolute": np.absolute,
@@ -179,15 +180,15 @@ COMPARISONS: dict[str, Function] = {
     "equal": np.equal,
     "not_equal": np.not_equal,
 }
-# Of conditions. On bool `&` and `logical_and` are one node, and so on.
+# Operations of conditions. For bool, `&` and `logical_and` are one node, and so on.
 LOGIC: dict[str, Function] = {"logical_not": np.logical_not}
-# A condition in two equivalent forms: by the query, and by the key. The name stays: XLA's programs hold it.
+# A condition in two equivalent forms: by the query, and by the key. The name is fixed: XLA's programs hold it.
 EQUIVALENT: dict[str, Function] = {"alike": lambda by_query, by_key: by_query}
 
 NUMPY: dict[str, Function] = (
     FLOATING | ROUNDING | ARITHMETIC | BITS | COMPARISONS | LOGIC | EQUIVALENT | {"where": np.where}
 )
-# The operations of two bools that have another name, as in NumPy, torch and JAX.
+# Operations that have another name for bools, as in NumPy, torch and JAX.
 BOOL_FORMS = {
     "add": "bitwise_or",
     "maximum": "bitwise_or",

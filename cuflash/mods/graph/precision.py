@@ -1,9 +1,9 @@
-"""Decides which floats are float64: those that decide a mask or an index, where a value has so many digits.
+"""Decides which floats are float64: floats that decide a mask or an index with more digits than float32 has.
 
-A comparison, a rounding, a remainder and a cast to integers take float64 if they read a captured float64, a captured
-integer that float32 may not hold, a float64 number of NumPy, or indices beside a number that float32 does not hold. A
-sum of captured ones is rounded once, as a score may depend on the difference of two points in time. All other floats
-are float32, as scores are.
+A comparison, a rounding, a remainder and a cast to integers take float64 for some operands. These are a captured
+float64, a captured integer that float32 may not hold, and a float64 number of NumPy. Indices beside a number that
+float32 does not hold count, too. A sum of captured values is rounded once, because a score may depend on the difference
+of two times. All other floats are float32, as scores are.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ SHARP = {*COMPARISONS, *ROUNDING, *DIVISIONS, "sign"}
 SUMS = ("add", "subtract", "negative")
 # Transcendental functions, which float64 makes slow.
 _CURVES = FLOATING.keys() - {"divide", "sign"}
-# What float32 loses of smaller constants is below 2^-14.
+# The rounding error of smaller constants in float32 is below 2^-14.
 _LARGE = 2.0**10
 
 
 class _Forms(NamedTuple):
-    """A node in both precisions, which are one where it is no float64.
+    """A node in both precisions, which are equal unless the node is float64.
 
-    is_wide: float32 may lose digits of a captured value, or of what was cast to float64. has_captured: such a captured
-    value is a part of it. has_digits: so is a number of NumPy, a flat index, or a number that float32 does not hold.
-    is_curve: so is a transcendental function of indices. total, rest: the terms of a sum without the score and curves,
-    and those with them; None if there are none. terms: captured values and large numbers in `total`, counted.
+    is_wide: float32 may lose digits of a captured value, or of a value cast to float64. has_captured: the node contains
+    such a captured value. has_digits: it contains a number of NumPy, a flat index, or a number that float32 does not
+    hold. is_curve: it contains a transcendental function of indices. total, rest: the terms of a sum without the score
+    and curves, and the other terms; None if there are none. terms: the number of captured values and large numbers in
+    `total`.
     """
 
     short: Node
@@ -46,9 +47,9 @@ class _Forms(NamedTuple):
 
 
 def settled(roots: Iterable[Node], are_settled: bool = False) -> list[Node]:
-    """Returns expressions whose floats are float32 but for those that decide; a root itself is float32.
+    """Returns expressions with float32 floats, and float64 only where it decides; a root itself is float32.
 
-    are_settled: True if they are computed from settled ones, in which float64 numbers beside others decide.
+    are_settled: True if the expressions are computed from settled ones, so that their float64 constants decide.
     """
     roots = list(roots)
     order = post_order(roots)
@@ -72,7 +73,7 @@ def _all_forms(order: list[Node], are_settled: bool = False) -> dict[Node, _Form
 
 
 def _is_long(parts: list[_Forms]) -> bool:
-    """True if what these values decide is decided in float64."""
+    """True if a decision about these values is made in float64."""
     if any(part.is_wide for part in parts):
         return True
     return any(part.has_digits for part in parts) and not any(part.is_curve for part in parts)
@@ -128,7 +129,7 @@ def _of_sum(x: Node, parts: list[_Forms]) -> _Forms:
 
 
 def _joined(op: str, parts: list[Node | None]) -> Node | None:
-    """Returns the sum of those parts that there are."""
+    """Returns the sum of the parts that are not None."""
     if None not in parts:
         return build(op, *(part for part in parts if part is not None))
     one, other = parts if len(parts) == 2 else (None, None)

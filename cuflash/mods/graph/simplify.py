@@ -1,8 +1,7 @@
-"""Builds nodes: gives them types, folds constants, and simplifies what the ranges of integers decide.
+"""Builds nodes: assigns types, folds constants, and simplifies results that the ranges of integers decide.
 
-Types are bool < int32 < int64 < uint64 < float32 < float64. Integers that int32 may not hold are int64, and those of
-int64 wrap as they do in C. What a range says holds only where they do not. `precision` decides which floats stay
-float64.
+Types are bool < int32 < int64 < uint64 < float32 < float64. Integers that int32 may not hold are int64, and int64 wraps
+as in C. An integer that may wrap has the whole type as its range. `precision` decides which floats stay float64.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .operations import (
 
 BOOL, INT32, INT64, FLOAT32, UINT64, FLOAT64 = Type
 _AS_INT64 = "make an int64 array of it before the call, or bound the value first, as by & or %"
-# Operations of bools; for all others, bools become integers.
+# Operations that take bools; for all others, bools become integers.
 _TAKE_BOOLS = {*COMPARISONS, "bitwise_and", "bitwise_or", "bitwise_xor", "logical_not", "alike"}
 
 
@@ -68,7 +67,7 @@ def cast(x: Node, type: Type) -> Node:
     if type == BOOL:
         return build("not_equal", x, constant(0, x.type))
     if type == FLOAT32 and x.type.is_integer and x.op in ("absolute", "negative") and _is_inside(x):
-        return build(x.op, cast(x.arguments[0], FLOAT32))  # why: of floats it costs nothing
+        return build(x.op, cast(x.arguments[0], FLOAT32))  # the operation costs nothing for floats
     range = extent = None
     if not type.is_float and x.range is not None and x.extent is not None:
         range = x.range if is_inside(x.range, type) else None
@@ -79,12 +78,12 @@ def cast(x: Node, type: Type) -> Node:
 
 
 def number_of_numpy(value: float) -> Node:
-    """Returns a number that makes float64 of a float32 beside it, until `precision` decides; `constant` makes none."""
+    """Returns a float64 number of NumPy, which promotes a float32 beside it; a `constant` promotes nothing."""
     return node("cast", FLOAT64, [constant(value, FLOAT64)])
 
 
 def number_in(x: Node) -> float | None:
-    """Returns the value of a float that is a number of Python or of NumPy; None of others."""
+    """Returns the value of a float that is a number of Python or NumPy, else None."""
     x = x.arguments[0] if x.op == "cast" else x
     return x.value if x.op == "constant" and x.type.is_float else None
 
@@ -95,9 +94,9 @@ def _is_inside(x: Node) -> bool:
 
 
 def build(op: str, *arguments: Node, grows: bool = True) -> Node:
-    """Returns the node of an operation of `operations.NUMPY`, or a simpler one that has the same value.
+    """Returns the node of an operation of `operations.NUMPY`, or a simpler node with the same value.
 
-    grows: True if the type of integers is chosen; else the result has that of the arguments.
+    grows: True if int32 results that may not fit become int64; else the result has the type of the arguments.
     """
     args = list(arguments)
     if op in ROUNDING and not args[0].type.is_float:
@@ -121,7 +120,7 @@ def build(op: str, *arguments: Node, grows: bool = True) -> Node:
 
 
 def _float_type(args: Iterable[Node]) -> Type:
-    """Returns the type of floats in which values meet."""
+    """Returns float64 if an argument is float64, else float32."""
     return FLOAT64 if any(each.type == FLOAT64 for each in args) else FLOAT32
 
 
@@ -153,7 +152,7 @@ def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
     return op, [cast(each, type) for each in args], type, BOOL if op in COMPARISONS else type
 
 
-# Operations of unsigned integers that only shrink them.
+# Operations of unsigned integers whose results never exceed 64 bits.
 _UNSIGNED = {*(BITS.keys() - {"left_shift"}), "minimum", "maximum", "fmin", "fmax", "absolute", "where"} | {
     *("floor_divide", "remainder", "truncated_divide", "truncated_remainder"),
     *COMPARISONS,
@@ -162,7 +161,7 @@ _UNSIGNED = {*(BITS.keys() - {"left_shift"}), "minimum", "maximum", "fmin", "fma
 
 
 def _unsigned(op: str, args: list[Node]) -> tuple[list[Node], Type]:
-    """Returns arguments of which some are uint64 as int64, if it holds them, else as uint64; and the type."""
+    """Casts arguments, some of them uint64, to int64 if it holds them, else to uint64. Returns them and the type."""
     if all(x.type != UINT64 or is_inside(x.ends, INT64) for x in args):
         args = [cast(x, INT64) if x.type == UINT64 else x for x in args]
         return args, common_type(x.type for x in args)
@@ -174,13 +173,13 @@ def _unsigned(op: str, args: list[Node]) -> tuple[list[Node], Type]:
 
 
 def _of_signs(op: str, x: Node, y: Node) -> Node | None:
-    """Returns a comparison of uint64 with an integer that may be negative; None of others."""
+    """Returns a comparison of uint64 with an integer that may be negative; None for other arguments."""
     signed = y if x.type == UINT64 else x
     if not signed.type.is_integer or signed.ends[0] >= 0:
         return None
     is_negative = build("less", signed, constant(0))
     compared = build(op, *(each if each.type == UINT64 else cast(each, UINT64) for each in (x, y)))
-    # A negative number is not equal to the other one, and less than it.
+    # A negative number is less than any uint64, and not equal to it.
     if op == "not_equal" or (op in ("less", "less_equal") and signed is x):
         return build("bitwise_or", is_negative, compared)
     return build("bitwise_and", build("logical_not", is_negative), compared)
@@ -192,14 +191,14 @@ def _is(x: Node, value: float) -> bool:
 
 
 def _simplified(op: str, args: list[Node], type: Type) -> Node | None:
-    """Returns a simpler node, by rules of algebra that hold for all values of the type."""
+    """Returns a simpler node by rules of algebra that hold for all values of the type, else None."""
     if op == "where":
         return _simplified_where(*args)
     if len(args) == 1:
         return _simplified_unary(op, args[0], type)
     x, y = args
     is_exact = not type.is_float
-    # why not x + 0.0: it makes 0.0 of -0.0.
+    # A sum x + 0.0 stays, because it turns -0.0 into 0.0.
     if op in ("add", "subtract", "bitwise_or", "bitwise_xor", "left_shift", "right_shift") and is_exact and _is(y, 0):
         return x
     if (op == "subtract" and _is(y, 0.0)) or (op in ("multiply", "divide") and _is(y, 1)):
@@ -230,7 +229,7 @@ def _simplified_where(condition: Node, x: Node, y: Node) -> Node | None:
 
 
 def _simplified_choice(condition: Node, x: Node, y: Node) -> Node | None:
-    """Returns a choice between conditions as logic. As x, `condition` itself is True; as y, it is False."""
+    """Returns a choice between conditions as logic, else None. `condition` itself is True as x and False as y."""
     if x is condition or (x.op == "constant" and x.value):
         return build("bitwise_or", condition, y)
     if y is condition or (y.op == "constant" and not y.value):
@@ -253,12 +252,12 @@ def _simplified_unary(op: str, x: Node, type: Type) -> Node | None:
     if x.op in ("equal", "not_equal"):
         return build("not_equal" if x.op == "equal" else "equal", *arguments)
     if arguments[0].type.is_float:
-        return None  # why: both comparisons with NaN are false
+        return None  # both comparisons with NaN are false
     return build("less_equal" if x.op == "less" else "less", arguments[1], arguments[0])
 
 
 def _simplified_bool(op: str, x: Node, y: Node) -> Node | None:
-    """Returns an operation of a condition and a constant."""
+    """Returns an operation of a condition and a constant as a simpler node, else None."""
     if op == "bitwise_and":
         return x if y.value else y
     if op == "bitwise_or":
@@ -286,7 +285,7 @@ def _simplified_power(x: Node, y: Node) -> Node | None:
 
 
 def _decided(op: str, x: Node, y: Node) -> Node | None:
-    """Returns the result that the ranges of two integers decide, such as that of q_idx >= 0."""
+    """Returns a result that the ranges of two integers decide, such as q_idx >= 0, else None."""
     (least_x, greatest_x), (least_y, greatest_y) = x.bounds, y.bounds
     if op == "less" and (greatest_x < least_y or least_x >= greatest_y or x is y):
         return constant(greatest_x < least_y)
@@ -306,7 +305,7 @@ def _contains(outer: Range, inner: Range) -> bool:
 
 
 def _range(op: str, type: Type, args: list[Node]) -> Range | None:
-    """Returns the range of an integer result; None, the whole type, where it may wrap or has no rule."""
+    """Returns the range of an integer result; None, the whole type, if it may wrap or has no rule."""
     if type.is_float or any(each.range is None for each in args):
         return None
     result = _unary_range(op, *args[0].bounds) if len(args) == 1 else _binary_range(op, *(x.bounds for x in args[-2:]))
@@ -323,7 +322,7 @@ def _unary_range(op: str, least: int, greatest: int) -> Range | None:
 
 
 def _binary_range(op: str, x: Range, y: Range) -> Range | None:
-    """Returns the range of a result from the ranges of two arguments; of `where` they are the values."""
+    """Returns the range of a result from the ranges of two arguments; for `where` these are the values."""
     is_positive = y[0] > 0
     if op == "add":
         return x[0] + y[0], x[1] + y[1]
@@ -354,9 +353,9 @@ def _extremes(function: operations.Function, x: Range, y: Range) -> Range:
 
 
 def load(number: int, type: Type, indices: list[Node], extent: Range | None = None) -> Node:
-    """Returns an element of a captured array. Negative indices count from the end, and others are clamped.
+    """Returns an element of a captured array. Negative indices count from the end, and other indices are clamped.
 
-    extent: the range of the array's integers, if it is narrower than that of the type.
+    extent: the range of the array's integers, if it is narrower than the range of the type.
     """
     return node("load", type, indices, number, extent=extent)
 
@@ -380,7 +379,7 @@ def transform(roots: Sequence[Node], rule: Callable[[Node, list[Node]], Node]) -
 
 @lru_cache(maxsize=64)
 def pick_form(root: Node, keys_as_rows: bool) -> Node:
-    """Returns an expression with one form of each condition that has two: the form by queries, or the one by keys."""
+    """Returns an expression with one form of each equivalent condition: by queries, or by keys if keys are rows."""
 
     def form(x: Node, arguments: list[Node]) -> Node:
         return arguments[keys_as_rows] if x.op == "alike" else rebuilt(x, arguments)
