@@ -1,4 +1,4 @@
-"""Tracers of captured arrays: indexing gives their elements, which are loads."""
+"""Tracers of captured arrays: indexing returns elements, which are loads."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ARRAY_METHODS = ("to", "astype", "type", "type_as", "float", "half", "bfloat16"
 
 
 class Arrays(list[CapturedArray]):
-    """The captured arrays, in the order in which something was first loaded from them."""
+    """The captured arrays, in the order of their first loads."""
 
     def number_of(self, array: CapturedArray) -> int:
-        """Returns the place of an array, which is added if it is new."""
+        """Returns the number of an array; appends the array if it is new."""
         for place, each in enumerate(self):
             if each is array:
                 return place
@@ -41,7 +41,7 @@ def _refuse_value(self: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 class TracedArray(Traced):
-    """A captured array: indexing gives elements. Axes are indexed one after the other, as in `array[b][h]`."""
+    """A captured array: indexing returns elements. Axes are indexed one after the other, as in `array[b][h]`."""
 
     def __init__(
         self,
@@ -69,23 +69,23 @@ class TracedArray(Traced):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the array, as its library has it."""
+        """The dtype of the array in its library."""
         return self._captured.array.dtype
 
     @property
     def device(self) -> Any:
-        """The device of the array, as its library has it."""
+        """The device of the array in its library."""
         return getattr(self._captured.array, "device", "cpu")
 
     @property
     def size(self) -> Any:
-        """As in the array's library: a method of PyTorch's tensors, a number elsewhere."""
+        """The size as in the array's library: a method for PyTorch's tensors, a number elsewhere."""
         if callable(getattr(self._captured.array, "size", None)):
             return lambda dim=None: self.shape if dim is None else self.shape[dim]
         return self.numel()
 
     def elements(self) -> Elements:
-        """The elements of a short array with one axis."""
+        """Returns the elements of a short array with one axis."""
         if self.ndim > 1 or len(self) > MAX_ELEMENTS:
             raise fault(
                 f"an array of shape {self.shape} is computed with as a whole; index it first, or compute before the "
@@ -94,7 +94,7 @@ class TracedArray(Traced):
         return Elements(self)
 
     def item(self, *index: Any) -> Any:
-        """Returns the element, with an index for each axis that is longer than 1, as a traced value."""
+        """Returns an element as a traced value: by an index for each axis, or without one if it is the only element."""
         if len(index) not in (0, self.ndim) or (not index and self.numel() != 1):
             indices = ", ".join(map(str, index))
             raise fault(f"item({indices}) of an array of shape {self.shape}; index it, as in array[h]")
@@ -103,11 +103,11 @@ class TracedArray(Traced):
     __int__ = __float__ = __index__ = __complex__ = tolist = __array__ = __hash__ = _refuse_value
 
     def numel(self) -> int:
-        """The number of elements."""
+        """Returns the number of elements."""
         return reduce(operator.mul, self.shape, 1)
 
     def dim(self) -> int:
-        """The number of axes."""
+        """Returns the number of axes."""
         return self.ndim
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ class TracedArray(Traced):
             raise fault("slices and new axes of a captured array; slice it before the call and refer to the result")
         index, extent = as_node(key), self._captured.shape[axis]
         if index.type == Type.UINT64:
-            # why: what is beyond the array reads its end.
+            # Indices past the end of the array read its last element.
             index = cast(build("minimum", index, constant(extent)), Type.INT64)
         if not index.type.is_integer:
             name = index.type.name.lower()
@@ -164,14 +164,14 @@ class TracedArray(Traced):
 
 
 class RefusedArray(Operand):
-    """A captured array that a mod cannot use: its error is raised when the function does."""
+    """A captured array that a mod cannot use: its error is raised when the function uses it."""
 
     def __init__(self, message: str) -> None:
         self._message = message
 
     @property
     def node(self) -> Node:
-        """There is none."""
+        """Always raises the error."""
         raise fault(self._message)
 
     def __getattr__(self, name: str) -> NoReturn:

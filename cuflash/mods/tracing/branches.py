@@ -1,4 +1,4 @@
-"""Branches on traced values: a function runs once for each outcome of its conditions, and `where` joins the results."""
+"""Branches on traced values: a function runs once per outcome of its conditions, and `where` joins the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PATHS = 32
 class _Path:
     """One path through a function: its conditions in order, and their outcomes. `count` paths came before.
 
-    The outcomes that it is created with are those at which it leaves the path before; later ones are True.
+    The initial outcomes are fixed: the last one is where the path leaves the path before. Later outcomes are True.
     """
 
     def __init__(self, outcomes: list[bool], count: int) -> None:
@@ -27,7 +27,7 @@ class _Path:
     def outcome(self, condition: Node) -> bool:
         if condition.op == "constant":
             return bool(condition.value)
-        # why: a condition that this path met before has the same outcome, and its opposite the other one.
+        # A repeated condition of this path has its earlier outcome, and a negated one the opposite outcome.
         for earlier, outcome in zip(self.conditions, self.outcomes, strict=False):
             if condition is earlier:
                 return outcome
@@ -36,7 +36,7 @@ class _Path:
         self.conditions.append(condition)
         if len(self.conditions) > len(self.outcomes):
             self.outcomes.append(True)
-            # Each True leads to one more path, with False.
+            # Each True leads to one more path, in which it is False.
             if self.count + 1 + sum(self.outcomes) > MAX_PATHS:
                 raise fault(
                     f"more than {MAX_PATHS} paths through the function: a loop on a traced value cannot be traced, and "
@@ -46,7 +46,7 @@ class _Path:
 
 
 class _Leaf(NamedTuple):
-    """The end of a path, or of several that are joined: the conditions that led to it, their outcomes, the result."""
+    """The end of one path or of joined paths: the conditions that led to it, their outcomes, and the result."""
 
     conditions: list[Node]
     outcomes: list[bool]
@@ -57,7 +57,7 @@ _path: ContextVar[_Path | None] = ContextVar("cuflash_path", default=None)
 
 
 def branch_on(condition: Node) -> bool:
-    """Returns the outcome of bool() of a traced value on the path that runs."""
+    """Returns the outcome of bool() of a traced value on the current path."""
     path = _path.get()
     if path is None:
         raise fault("the truth of a traced value is asked for outside of its function")
@@ -70,7 +70,7 @@ def is_tracing() -> bool:
 
 
 def trace_branches(run: Callable[[], Node]) -> Node:
-    """Returns the result of a function on all paths through it. A path that ends in a failed `assert` is left out."""
+    """Returns the result of a function over all of its paths. A path that ends in a failed `assert` is left out."""
     leaves: list[_Leaf] = []
     outcomes: list[bool] = []
     while outcomes or not leaves:
@@ -80,7 +80,7 @@ def trace_branches(run: Callable[[], Node]) -> Node:
         try:
             result = run()
             if errors := faults.get():
-                raise errors[0]  # why: the function caught it
+                raise errors[0]  # the function caught this error
         except AssertionError as error:
             result = error
         finally:
@@ -100,7 +100,7 @@ def trace_branches(run: Callable[[], Node]) -> Node:
 
 
 def _join(leaves: list[_Leaf]) -> Node | AssertionError:
-    """Joins the results, from the last two paths on, which differ in one outcome."""
+    """Joins the results, starting with the last two paths, which differ in one outcome."""
     stack: list[_Leaf] = []
     for leaf in leaves:
         stack.append(leaf)

@@ -1,8 +1,8 @@
-"""Rebuilds user functions, so that all that they refer to takes traced values. The user's objects are not changed.
+"""Rebuilds user functions so that their references accept traced values. The user's objects are not changed.
 
-A function runs with private globals and cells: arrays in them are `TracedArray`, functions are rebuilt in the same way,
-functions of array libraries take traced values by their names, and parts of other objects are replaced when they are
-read. Every read adds a guard.
+A rebuilt function has private globals and cells. Arrays in them become `TracedArray`, and functions are rebuilt in the
+same way. Functions of array libraries take traced values by name. Parts of other objects are replaced on reading.
+Every read adds a guard.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def _imported(_: Any, name: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _names_of(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names that code, and the functions inside it, may look up among globals."""
+    """Returns the global names that code, and functions inside it, may read."""
     inner = (name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names_of(each))
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 class _Set(set[Any]):
-    """A captured set. A traced value in it is found by comparing, because it has no hash."""
+    """A captured set. Membership of a traced value is tested by comparisons, because it has no hash."""
 
     def __contains__(self, value: object) -> bool:
         return any(value == each for each in self) if isinstance(value, Operand) else super().__contains__(value)
 
 
 class _FrozenSet(frozenset[Any]):
-    """A captured frozenset, as `_Set`."""
+    """A captured frozenset, otherwise like `_Set`."""
 
     def __contains__(self, value: object) -> bool:
         return any(value == each for each in self) if isinstance(value, Operand) else super().__contains__(value)
@@ -71,11 +71,11 @@ class Capture:
 
     def __init__(self, function: Any) -> None:
         self.arrays = Arrays()
-        self._numbers: dict[int, int] = {}  # of reads, by the identity of their results
+        self._numbers: dict[int, int] = {}  # numbers of reads, by the ids of their results
         self._replaced: dict[int, Any] = {}
-        self._alive: list[Any] = []  # why: identities are those of objects that are alive
+        self._alive: list[Any] = []  # keeps objects alive, so that their ids stay unique
         self._builtins = BUILTINS | {"__import__": self._import}
-        # why before the matcher: the search for it may show that the guards cannot be complete.
+        # Created before the root matcher, whose search may mark the guards as incomplete.
         self.guards = Guards()
         self.guards.root, replace = self._kind(function)
         self.function = self._replace(function, replace, 0) if replace else function
@@ -90,14 +90,14 @@ class Capture:
         return sys.modules["torch"] if any(name.partition(".")[0] == "torch" for name in names) else np
 
     def read(self, parent: int, read: Reader, key: Any, value: Any) -> Any:
-        """Returns what replaces a value that was read, and adds its guard."""
+        """Returns the replacement of a value that was read, and adds its guard."""
         if id(value) in self._replaced:
             self.guards.add(parent, read, key, guards.same_as(self._numbers[id(value)]))
             return self._replaced[id(value)]
         matches, replace = self._kind(value)
         number = self.guards.add(parent, read, key, matches, is_object=replace is not None)
         if isinstance(value, type) and not is_of_library(library_of(value)):
-            self.guards.is_complete = False  # why: reads of a user's class have no guards
+            self.guards.is_complete = False  # reads of a user's class have no guards
         return value if replace is None else self._replace(value, replace, number)
 
     def _replace(self, value: Any, replace: Callable[[Any, int], Any], number: int) -> Any:
@@ -107,7 +107,7 @@ class Capture:
         return result
 
     def _kind(self, value: Any) -> tuple[Matcher, Callable[[Any, int], Any] | None]:
-        """Returns the matcher of a value, and the function that replaces it; None if it is not replaced."""
+        """Returns the matcher of a value, and the function that replaces it; None if the value stays."""
         if isinstance(value, _CONSTANTS):
             return guards.equal(value), None
         if is_array(value):
@@ -134,7 +134,7 @@ class Capture:
         if is_library and (type(value).__name__ in _PLAIN_TYPES or hasattr(value, "__wrapped__")):
             return guards.equal(value), (lambda x, _: stand_in(x))
         if "<locals>" in type(value).__qualname__:
-            self.guards.is_complete = False  # why: such a class may keep arrays alive by its closures
+            self.guards.is_complete = False  # such a class may keep arrays alive by its closures
         return guards.with_type(value), self._object
 
     def _kind_of_container(self, value: Any) -> tuple[Matcher, Callable[[Any, int], Any] | None] | None:
@@ -150,7 +150,7 @@ class Capture:
         try:
             return TracedArray(captured(array), self.arrays)
         except ProblemError as error:
-            # why without the line: the error names the line that uses the array.
+            # The line is removed, because the error names the line that uses the array.
             return RefusedArray(str(error).removeprefix(located("")))
 
     def _function(self, function: types.FunctionType, number: int) -> types.FunctionType:
@@ -158,9 +158,9 @@ class Capture:
         mask_tiles = tuple(types.CellType() for _ in closure)
         scope: dict[str, Any] = {"__builtins__": self._builtins, "__name__": function.__globals__.get("__name__")}
         rebuilt = types.FunctionType(code, scope, function.__name__, None, mask_tiles or None)
-        self._replaced[id(function)] = rebuilt  # why first: functions may refer to themselves
+        self._replaced[id(function)] = rebuilt  # before the reads: functions may refer to themselves
         if "__class__" in code.co_freevars:
-            self.guards.is_complete = False  # why: methods that super() finds are not rebuilt
+            self.guards.is_complete = False  # methods that super() finds are not rebuilt
         for place, (new, old) in enumerate(zip(mask_tiles, closure, strict=True)):
             try:
                 value = old.cell_contents
@@ -202,7 +202,7 @@ class Capture:
 
     def _mapping(self, values: Mapping[Any, Any], number: int) -> dict[Any, Any]:
         if type(values) is not dict:
-            # why listed: the guards of a kind of dict do not have its keys yet.
+            # The type guards of other mappings do not cover the keys, so the keys get a guard here.
             self.guards.add(number, lambda x, _: tuple(x), None, guards.with_constants(tuple(values)))
         return {key: self.read(number, operator.getitem, key, each) for key, each in values.items()}
 

@@ -1,4 +1,4 @@
-"""Functions of NumPy, CuPy, PyTorch, JAX and `math` on traced scalars, by their names."""
+"""Functions of NumPy, CuPy, PyTorch, JAX and `math` on traced scalars, by name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .promotion import of_whole_number, promoted
 
 BOOL, INT32, INT64, FLOAT32, UINT64, FLOAT64 = Type
 MAX_EXPONENT = 8  # of integer powers, which become products
-# exp(60) is large enough for a sigmoid of 0 in float32, and its square does not overflow in the derivative.
+# exp(60) makes a sigmoid below 1e-26, and the derivative stays finite.
 MAX_EXP = 60.0
 _DEVICES = ("cpu", "cuda", "gpu", "meta", "mps", "xpu", "tpu")
 
 
 def operation(op: str, *values: Any) -> Node:
-    """Returns an operation of `operations.NUMPY`, one of the comparisons that it has not, or an integer power."""
+    """Returns an operation of `operations.NUMPY`, a comparison that it lacks, or an integer power."""
     if len(values) != (3 if op == "where" else 1 if op in UNARY else 2):
         raise TypeError(f"it takes {1 if op in UNARY else 2} but was given {len(values)}")
     nodes = [as_node(value) for value in values]
@@ -65,7 +65,7 @@ def _logical(op: str) -> Callable[[Any, Any], Node]:
 
 
 def _exchanged(op: str) -> Callable[[Any, Any], Node]:
-    """Returns methods such as __rsub__, which libraries call by name."""
+    """Returns an operation with exchanged arguments, for methods such as __rsub__, which libraries call by name."""
     return lambda x, y: operation(op, y, x)
 
 
@@ -111,7 +111,7 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Node:
 
 
 def _filled(value: Any, type: Type) -> Node:
-    """Returns a value of a type, or as it is if no integer of the type holds it."""
+    """Returns a value cast to a type, or unchanged if it is an integer outside of the type."""
     node = as_node(value)
     is_whole = not (type.is_float or node.type.is_float or type == BOOL)
     return node if is_whole and not is_inside(node.ends, type) else cast(node, type)
@@ -167,7 +167,7 @@ def _inverse(x: Any) -> Node:
 
 
 def _sigmoid(x: Any) -> Node:
-    # why a bound: an infinite exponential would make NaN of the derivative.
+    # Bounded, because the derivative of an infinite exponential would be NaN.
     power = operation("exp", operation("minimum", operation("negative", x), MAX_EXP))
     return _inverse(operation("add", 1.0, power))
 
@@ -238,7 +238,7 @@ def _to(x: Any, *others: Any, dtype: Any = None, **_: Any) -> Node:
 
 
 def _fill(value: float) -> Callable[..., Node]:
-    """Returns x.new_zeros(shape, dtype) and such, of a scalar. Without a dtype it has the type of x."""
+    """Returns methods such as x.new_zeros(shape, dtype), for a scalar. The default is the type of x."""
     return lambda x, shape=(), *_, dtype=None, **__: _full(x, shape, value, dtype=dtype)
 
 

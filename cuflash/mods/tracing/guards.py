@@ -1,8 +1,8 @@
 """Guards of a trace: cheap checks that decide in microseconds whether a later call has an equal trace.
 
-Guards hold no array and no other object that is large or alive. They hold the reads that lead from the function to
-the objects that it refers to, and the results: code objects, numbers, the dtypes and shapes of arrays. They become the
-text of a Python function, because every call runs it: a loop over reads that are functions takes four times as long.
+Guards hold no array and no other object that is large or alive. They hold the reads that lead from the function to its
+objects, and the results. These are code objects, numbers, and dtypes and shapes of arrays. Guards are compiled into a
+Python function, because every call runs them: a loop over reads that are functions takes four times as long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 Reader = Callable[[Any, Any], Any]
-# The errors of a read that finds nothing.
+# The errors of a read whose object is missing.
 ABSENT = (AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -27,7 +27,7 @@ def global_value(function: Any, name: Any) -> Any:
     return function.__globals__[name]
 
 
-# Reads as text, of an object and a key.
+# Texts of reads, by an object and a key.
 _TEXTS: dict[Any, str] = {
     cell_value: "{0}.__closure__[{1}].cell_contents",
     global_value: "{0}.__globals__[{1}]",
@@ -56,7 +56,7 @@ class _Read(NamedTuple):
 
 
 class Guards:
-    """The reads of one trace, in their order.
+    """The reads of one trace, in order.
 
     root: matches the functions with this trace. is_complete: False if the trace depends on more than these reads; the
     function is then traced anew each time.
@@ -69,14 +69,14 @@ class Guards:
         self.is_complete = True
 
     def add(self, parent: int, read: Reader, key: Any, matches: Matcher, is_object: bool = False) -> int:
-        """Appends a read, and returns its number. is_object: no result of an earlier read is this object."""
+        """Appends a read and returns its number. is_object: no result of an earlier read is this object."""
         self._reads.append(_Read(parent, read, key, matches))
         if is_object:
             self._objects.append(len(self._reads))
         return len(self._reads)
 
     def function(self, results: Sequence[int]) -> Callable[[Any], tuple[Any, ...] | None]:
-        """Returns a function that takes a user function and returns the results of the reads of these numbers.
+        """Returns a function that takes a user function and returns the results of the reads with these numbers.
 
         It returns None if the result of a read does not fit.
         """
@@ -93,7 +93,7 @@ class Guards:
         for number, (parent, read, key, matches) in enumerate(self._reads, 1):
             text = _TEXTS.get(read) or f"{name(read)}({{0}}, {{1}})"
             lines += [f"v{number} = {text.format(f'v{parent}', name(key))}", test(number, matches)]
-        # why: two objects of the trace may be one now, which would be another trace.
+        # Distinct objects of the trace may be one object now, which has another trace.
         pairs = [f"v{one} is v{other}" for one, other in combinations(self._objects, 2)]
         if len(pairs) > 3:
             ids = ", ".join(f"id(v{number})" for number in self._objects)
@@ -118,14 +118,17 @@ def identical(x: Any) -> Matcher:
 
 
 def equal(x: Any) -> Matcher:
-    """Matches an equal number or string of the same type. why repr: 0.0 equals -0.0, and NaN not even itself."""
+    """Matches an equal number or string of the same type.
+
+    Floats compare by repr, because 0.0 equals -0.0, and NaN does not equal itself.
+    """
     if isinstance(x, int | str | bytes | None):
         return Matcher("{value} is {0} or (type({value}) is {1} and {value} == {0})", (x, type(x)))
     return Matcher("{value} is {0} or (type({value}) is {1} and repr({value}) == {2})", (x, type(x), repr(x)))
 
 
 def with_type(x: Any) -> Matcher:
-    """Matches an object of the same type; its contents have their reads."""
+    """Matches an object of the same type; its contents have separate reads."""
     return Matcher("type({value}) is {0}", (type(x),))
 
 
@@ -142,7 +145,7 @@ def with_constants(x: Any) -> Matcher:
 
 
 def with_code(x: Any) -> Matcher:
-    """Matches a function of the same code; its cells, globals and defaults have their reads."""
+    """Matches a function with the same code; its cells, globals and defaults have separate reads."""
     return Matcher("type({value}) is {0} and {value}.__code__ is {1}", (type(x), x.__code__))
 
 
@@ -153,7 +156,7 @@ def with_shape(x: Any) -> Matcher:
 
 
 def absent(read: Reader) -> Reader:
-    """Returns a reader that is True if a read finds nothing."""
+    """Returns a reader that is True if a read fails."""
 
     def is_absent(value: Any, key: Any) -> bool:
         try:

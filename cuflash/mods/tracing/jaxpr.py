@@ -1,4 +1,4 @@
-"""Reads jaxprs of scalars, the results of `jax.make_jaxpr`, as expression graphs. JAX is not imported here."""
+"""Reads jaxprs of scalars, the results of `jax.make_jaxpr`, as expression graphs, without an import of JAX."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PRIMITIVES: dict[str, Callable[..., Node]] = {
     "clamp": lambda low, x, high: call("clip", [x, low, high], {}),
     "not": partial(operation, "invert"),
 }
-# Functions of jax.numpy that are calls inside a jaxpr. why by name: their primitives hide their meaning.
+# Functions of jax.numpy that are calls inside a jaxpr, read by name because their primitives hide their meaning.
 _CALLS_BY_NAME = ("floor_divide", "remainder")
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def graph_of_jaxpr(closed: Any, kind: str) -> Graph:
-    """Returns the graph of a closed jaxpr, whose arguments are those of a score_mod or mask_mod, each a scalar.
+    """Returns the graph of a closed jaxpr with the arguments of a score_mod or mask_mod, each a scalar.
 
-    The arrays that its loads refer to are constants of the jaxpr, or computed here from constants alone.
+    The arrays of its loads are constants of the jaxpr, or are computed here from constants alone.
     """
     reader = _Reader()
     arguments = [TracedScalar(variable(name)) for name in SIGNATURES[kind][0]]
@@ -97,10 +97,10 @@ class _Reader:
         """Returns the results of an equation that depends on no argument of the function."""
         avals = [variable.aval for variable in (*equation.invars, *equation.outvars)]
         if not any(each.ndim for each in avals):
-            with contextlib.suppress(ProblemError):  # why: JAX has more functions of numbers
+            with contextlib.suppress(ProblemError):  # JAX has more functions of numbers, which it computes below
                 constants = [self.constant(each) for each in arguments]
                 return self._from_scalars(equation.primitive.name, equation.params, constants)
-        # why at once: they are arrays to load from, which each call computes once.
+        # JAX computes these arrays now, once per call, and the graph loads from them.
         result = equation.primitive.bind(*arguments, **equation.params)
         return list(result) if equation.primitive.multiple_results else [result]
 
@@ -135,7 +135,7 @@ class _Reader:
         return call(name, arguments, {}, "jax")
 
     def _cond(self, branches: Sequence[Any], which: Any, *arguments: Any) -> list[Any]:
-        """Returns the results of the branch of number `which`; of the first or last one, if there is none."""
+        """Returns the results of branch number `which`, which is clamped to the first and the last branch."""
         last, *others = (
             [self.constant(each) for each in self.run(branch.jaxpr, branch.consts, arguments)]
             for branch in reversed(branches)
@@ -146,12 +146,12 @@ class _Reader:
         return last
 
     def _slice(self, array: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Returns array[i, :, j]: an axis with a size of 1 has an index, all others are whole."""
+        """Returns array[i, :, j]: an axis with a size of 1 gets an index, and all other axes are whole."""
         keys: list[Any] = []
         for start, size, extent in zip(starts, sizes, array.shape, strict=True):
             if size not in (1, extent):
                 raise fault(f"a slice of {size} elements of {extent}; single elements and whole axes are known")
-            # why not negative: JAX has wrapped such indices itself, and takes the first element for all others.
+            # JAX has already wrapped negative indices, and clamps indices that are still negative to the first element.
             keys.append(TracedScalar(operation("maximum", start, 0)) if size == 1 else slice(None))
         return array[tuple(keys)]
 
@@ -188,7 +188,7 @@ def _is_of_jax(jaxpr: Any) -> bool:
 
 
 def _line_of(equation: Any) -> str | None:
-    """Returns the line of the user function that an equation comes from, if JAX has it."""
+    """Returns the line of the user function that an equation comes from, or None if JAX does not record it."""
     frames = getattr(getattr(getattr(equation, "source_info", None), "traceback", None), "frames", ())
     for frame in frames:
         if not any(f"/{name}/" in frame.file_name.replace("\\", "/") for name in ("jax", "jaxlib", "cuflash")):

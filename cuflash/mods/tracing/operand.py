@@ -18,8 +18,8 @@ from ..graph.graph import CapturedArray, Node, Range
 from ..graph.operations import Type
 from ..graph.simplify import constant, number_of_numpy
 
-# Functions of these, and of array libraries, take traced values by name; all others are user functions, and are traced
-# themselves.
+# Functions of these packages and of array libraries take traced values by name. All others are user functions, which
+# are traced.
 LIBRARIES = frozenset(("builtins", "cuflash", "functools", "math", "operator", "scipy"))
 
 _TYPES = {
@@ -45,24 +45,24 @@ class Operand:
         raise NotImplementedError
 
 
-# The errors that were raised while the function runs. why a list: the function may catch them, and go on with a value.
+# The errors raised while the function runs. They are listed, because the function may catch them and continue.
 faults: ContextVar[list[ProblemError] | None] = ContextVar("cuflash_faults", default=None)
 
 
 def fault(message: str) -> ProblemError:
-    """Returns an error that begins with the line of the user function that runs, and that the function cannot stop."""
+    """Returns an error that begins with the current line of the user function. The function cannot suppress it."""
     error = ProblemError(located(message))
     if (errors := faults.get()) is not None:
         errors.append(error)
     return error
 
 
-# The line that a message begins with while a recorded function is read, such as a jaxpr.
+# The line at the beginning of messages while a recorded function, such as a jaxpr, is read.
 source_line: ContextVar[str | None] = ContextVar("cuflash_source_line", default=None)
 
 
 def located(message: str) -> str:
-    """Returns a message that begins with the line of the user function that runs."""
+    """Returns a message that begins with the current line of the user function."""
     if (line := source_line.get()) is not None:
         return f"{line}: {message}"
     frame = sys._getframe(1)
@@ -74,7 +74,7 @@ def located(message: str) -> str:
 
 
 def is_of_library(module: str | None) -> bool:
-    """True if a module, by its name, belongs to Python's standard tools or to an array library."""
+    """True if a module name belongs to Python's standard tools or to an array library."""
     package = module and module.partition(".")[0]
     return package in LIBRARIES or package in PACKAGES
 
@@ -87,17 +87,17 @@ def is_array(value: Any) -> bool:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Returns the shape of an array or of its tracer, else (). why not of classes: theirs is no tuple."""
+    """Returns the shape of an array or of its tracer, else (). A class has (), because its shape is no tuple."""
     return () if isinstance(value, type) else getattr(value, "shape", ())
 
 
 def is_integer(value: Any) -> bool:
-    """True if a value is an integer. why not by Integral alone: bool is one, and so are NumPy's spans of time."""
+    """True if a value is an integer, other than a bool or NumPy's timedelta64, which are Integral too."""
     return isinstance(value, Integral) and not isinstance(value, bool | np.timedelta64)
 
 
 def is_real(value: Any) -> bool:
-    """True if a value is a real number, in the same sense."""
+    """True if a value is a real number, other than a bool or NumPy's timedelta64."""
     return isinstance(value, Real) and not isinstance(value, bool | np.timedelta64)
 
 
@@ -154,7 +154,7 @@ def as_node(value: Any) -> Node:
 
 
 def extent_of_dtype(name: str) -> Range | None:
-    """Returns the range of integers of a dtype; None of other dtypes."""
+    """Returns the range of integers of a dtype; None for other dtypes."""
     return (int(np.iinfo(name).min), int(np.iinfo(name).max)) if name.lstrip("u").startswith("int") else None
 
 

@@ -1,6 +1,6 @@
-"""The types in which the numbers of a function meet: NumPy's, but for indices beside float32, which are float32.
+"""Type promotion of the numbers of a function as in NumPy, except that indices beside float32 are float32.
 
-A number of Python is float32 beside float32, and float64 beside integers. A float64 of NumPy makes float64 of both.
+A number of Python is float32 beside float32, and float64 beside integers. A float64 of NumPy makes both float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..graph.simplify import build, cast, constant, number_in
 
 
 def promoted(op: str, nodes: list[Node]) -> list[Node]:
-    """Returns the arguments of an operation of floats, or of one that makes floats of integers."""
+    """Returns the arguments of an operation of floats, or of an operation that turns integers into floats."""
     start = 1 if op == "where" else 0
     values = [cast(each, Type.FLOAT64) if is_wide(each) else each for each in nodes[start:]]
     if any(each.type == Type.FLOAT32 and each.op != "constant" for each in values):
@@ -25,7 +25,7 @@ def promoted(op: str, nodes: list[Node]) -> list[Node]:
 
 
 def _is_narrow(op: str, x: Node) -> bool:
-    """True of a float64 that makes nothing wider: of indices and numbers of Python, or as float32 compares it."""
+    """True if a float64 widens no float32: it has only indices and Python numbers, or float32 compares it exactly."""
     if x.type != Type.FLOAT64:
         return False
     number = number_in(x)
@@ -40,7 +40,7 @@ def _widens(x: Node) -> bool:
 
 
 def of_whole_number(op: str, x: Node, y: Node) -> Node | None:
-    """Returns a comparison of an integer with a float number as one with an integer; None where float32 is exact."""
+    """Returns a comparison of an integer with a float number by integers; None if float32 is exact."""
     integer, number = (y, number_in(x)) if y.type.is_integer or y.type == Type.UINT64 else (x, number_in(y))
     if integer.type.is_float or integer.op == "constant" or number is None or not math.isfinite(number):
         return None

@@ -1,4 +1,4 @@
-"""Stand-ins in a traced function: for functions, classes and modules of libraries, and for objects of the user."""
+"""Stand-ins in a traced function for functions, classes and modules of libraries, and for objects of the user."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .guards import Guards, Reader
 from .operand import Operand, fault, is_name_of_dtype, is_of_library
 from .tracers import called
 
-# Replaces a value that was read: from the number of the parent's read, the reader, its key and the value.
+# Replaces a value that was read, by the number of the parent's read, the reader, its key and the value.
 Replace = Callable[[int, Reader, Any, Any], Any]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def library_of(value: Any) -> str:
-    """Returns the library that a function or class, or the type of another object, belongs to."""
+    """Returns the library of a function or class, or of the type of another object."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) and not isinstance(value, types.FunctionType):
         module = type(value).__module__
@@ -33,7 +33,7 @@ def library_of(value: Any) -> str:
 
 
 def stand_in(value: Any, name: str | None = None) -> Any:
-    """Returns what replaces a function or class of a library: it takes traced values if its name is known."""
+    """Returns the replacement of a function or class of a library: it takes traced values if its name is supported."""
     name = name or getattr(value, "__name__", None)
     if isinstance(value, types.MethodDescriptorType):
         return Function(value, str(name), value.__objclass__.__module__.partition(".")[0].lstrip("_"))
@@ -78,12 +78,12 @@ class Module:
 
 
 def _limits(info: Any) -> Callable[[Any], Any]:
-    """finfo or iinfo, for NumPy's dtypes too, which traced values have."""
+    """Returns finfo or iinfo for NumPy's dtypes too, which traced values have."""
     return lambda dtype: (getattr(np, info.__name__) if isinstance(dtype, np.dtype) else info)(dtype)
 
 
 class _Conversion(type):
-    """The class of classes that convert traced values, and are a plain class for all others."""
+    """The metaclass of classes that convert traced values, and behave as a plain class otherwise."""
 
     plain: Any
     dtype_name: str
@@ -111,13 +111,13 @@ class _Conversion(type):
 
 @functools.lru_cache(maxsize=64)
 def _conversion(plain: Any, name: str) -> type:
-    # why the base: `case int(x)` takes x from subclasses of int, and bool has none.
+    # int and float are bases, because `case int(x)` matches subclasses of int only; bool allows no subclass.
     bases = (plain,) if plain in (int, float) else ()
     return _Conversion(plain.__name__, bases, {"plain": plain, "dtype_name": name, "dtype": np.dtype(plain)})
 
 
 class _TypeOf(type):
-    """The class of `type` as a traced function sees it."""
+    """The class of `type` inside a traced function."""
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         if len(arguments) != 1:
@@ -130,7 +130,7 @@ class _TypeOf(type):
 
 
 def _reduction(name: str) -> Callable[..., Any]:
-    """Returns what replaces min, max, any or all."""
+    """Returns the replacement of min, max, any or all."""
     plain = getattr(builtins, name)
     join = {"any": operator.or_, "all": operator.and_}.get(name)
 
@@ -160,7 +160,7 @@ BUILTINS: dict[str, Any] = {
 class CapturedObject:
     """Replaces an object of the user, such as a model: its methods run with this as `self`, and each read is guarded.
 
-    why slots: without a __dict__, vars() and __dict__ are reads of the object's, too.
+    It has slots and no __dict__, so that vars() and __dict__ read the user's object.
     """
 
     __slots__ = ("_captured",)
@@ -169,7 +169,7 @@ class CapturedObject:
     def __init__(self, replace: Replace, reads: Guards, value: Any, number: int) -> None:
         object.__setattr__(self, "_captured", (replace, reads, value, number))
 
-    # why: isinstance(x, C) reads this.
+    # isinstance(x, C) reads this property.
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(_value(self))
@@ -179,7 +179,7 @@ class CapturedObject:
         if isinstance(result, types.MethodType) and result.__self__ is value:
             return types.MethodType(_replace(self, _function_of, name, result.__func__), self)
         if isinstance(result, types.BuiltinMethodType) and result.__self__ is value:
-            _guards(self).is_complete = False  # why: it may return another value next time
+            _guards(self).is_complete = False  # it may return another value next time
             return result
         return _replace(self, getattr, name, result)
 
@@ -201,11 +201,11 @@ class CapturedObject:
         return bool(_read(self, _apply, bool))
 
     def __eq__(self, other: object) -> bool:
-        _guards(self).is_complete = False  # why: no guard holds what it compares with
+        _guards(self).is_complete = False  # no guard holds the other operand
         return bool(_value(self) == (_value(other) if type(other) is CapturedObject else other))
 
     def __hash__(self) -> int:
-        # why not _value: tables of weak references hash keys at the interpreter's end, too, when globals are gone
+        # Not by _value, a global that may be gone: tables of weak references hash keys at the interpreter's end, too.
         return hash(self._captured[2])
 
     def __str__(self) -> str:
@@ -218,7 +218,7 @@ class CapturedObject:
         value = _value(self)
         call = type(value).__call__
         if is_of_library(library_of(call)) and hasattr(value, "forward"):
-            # why forward: of all that torch.nn.Module does around it, hooks alone would matter.
+            # forward is called directly: torch.nn.Module.__call__ adds only hooks, which are refused here.
             if any(getattr(value, name, None) for name in _HOOKS):
                 raise fault(f"the {type(value).__name__} has hooks of forward, which are not traced; remove them")
             return self.forward(*arguments, **keywords)
@@ -236,18 +236,18 @@ def _guards(x: CapturedObject) -> Guards:
 
 
 def _read(x: CapturedObject, read: Reader, key: Any) -> Any:
-    """Reads from the object, and returns what replaces the result."""
+    """Reads from the object, and returns the replacement of the result."""
     return _replace(x, read, key, _find(x, read, key))
 
 
 def _replace(x: CapturedObject, read: Reader, key: Any, result: Any) -> Any:
-    """Returns what replaces the result of a read."""
+    """Returns the replacement of the result of a read."""
     replace, _, _, number = x._captured
     return replace(number, read, key, result)
 
 
 def _find(x: CapturedObject, read: Reader, key: Any) -> Any:
-    """Returns the result of a read. A guard holds that it fails, if it does."""
+    """Returns the result of a read. If the read fails, a guard holds that it fails."""
     _, reads, value, number = x._captured
     try:
         return read(value, key)

@@ -1,4 +1,4 @@
-"""Traces a user function: it is called with traced values, and its result is the expression graph."""
+"""Traces a user function: calls it with traced values, whose result is the expression graph."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .tracers import Traced, TracedScalar, dtypes
 
 # The two kinds of functions: their arguments, and the type of their results.
 SIGNATURES = {"score_mod": (SCORE_ARGUMENTS, Type.FLOAT32), "mask_mod": (MASK_ARGUMENTS, Type.BOOL)}
-MAX_TRACES = 256  # in the cache
-MAX_TRACES_OF_CODE = 8  # in the cache, of functions with one code
+MAX_TRACES = 256  # keys in the cache
+MAX_TRACES_OF_CODE = 8  # traces in the cache of functions with one code
 MAX_NUMBERS = 8  # different numbers before the warning
 MAX_FORMS = 32  # graphs of one code that differ in more than numbers
 
 
 class _Trace(NamedTuple):
-    """The trace of a function: `arrays` finds the arrays of another one, or None if its graph is another.
+    """The trace of a function. `arrays` returns the arrays of another function, or None if its graph differs.
 
-    kinds: dtype, shape and type of each array, as `CapturedArray` has them.
+    kinds: dtype, shape and type of each array, as in `CapturedArray`.
     """
 
     arrays: Callable[[Any], tuple[Any, ...] | None]
@@ -44,7 +44,7 @@ class _Trace(NamedTuple):
     digest: str
 
     def graph(self, function: Any) -> Graph | None:
-        """Returns this graph with the arrays of a function; None if the function has another graph."""
+        """Returns this graph with the arrays of a function; None if the graph of the function differs."""
         if (arrays := self.arrays(function)) is None:
             return None
         captured = [CapturedArray(array, *kind) for array, kind in zip(arrays, self.kinds, strict=True)]
@@ -52,17 +52,17 @@ class _Trace(NamedTuple):
 
 
 _traces: OrderedDict[tuple[str, int], list[_Trace]] = OrderedDict()
-# By code, and by the form of a graph without its numbers, the digests of graphs; None after the warning.
+# Digests of graphs, by code and by the form of a graph without its numbers; None after the warning.
 _digests: WeakKeyDictionary[Any, dict[int, set[str]] | None] = WeakKeyDictionary()
 _lock = Lock()
 
 
 def trace(function: Callable[..., Any], kind: str) -> Graph:
-    """Returns the graph of a score_mod or a mask_mod. A function that was traced before is recognised in microseconds.
+    """Returns the graph of a score_mod or a mask_mod. A cached trace is matched in microseconds.
 
-    Its arrays are those that it refers to now, and each call reads their values. Numbers, lists and attributes that it
-    refers to are read anew, too, and change the graph when they change; what it gets by calling functions of libraries
-    without traced values, such as random numbers, stays as it was when the function was traced.
+    The graph has the arrays that the function refers to now, and each call reads their values. Numbers, lists and
+    attributes are read anew, too, and change the graph when they change. Results of library functions without traced
+    arguments, such as random numbers, stay fixed from the first trace.
     """
     if not callable(function) or isinstance(function, type):
         what = f"the class {function.__name__}" if isinstance(function, type) else kind_of(function)
@@ -72,7 +72,7 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
         if (graph := entry.graph(function)) is not None:
             return graph
     graph, capture = _traced(function, kind)
-    if kind == "score_mod" or band(graph.root) is None:  # why: a mask that is a window is no part of a kernel
+    if kind == "score_mod" or band(graph.root) is None:  # a window is no part of a kernel
         warn_if_recompiling(_code_of(function), f"{kind} {name_of(function)}", graph)
     if not capture.guards.is_complete:
         return graph
@@ -87,7 +87,7 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
 
 
 def warn_if_recompiling(code: Any, name: str, graph: Graph) -> None:
-    """Records a new graph of a function, and warns once if many graphs of its code differ in nothing but numbers.
+    """Records a new graph of a function, and warns once if many graphs of its code differ only in numbers.
 
     code: the code object, or the class of a callable object. name: of the function in the warning.
     """
@@ -181,7 +181,7 @@ def _result(value: Any, function: Any, kind: str) -> Node:
 
 
 def graph_of(root: Node, arrays: list[CapturedArray], kind: str, name: str) -> Graph:
-    """Returns the graph of a function's result, with the arrays that the result loads from. name: in errors.
+    """Returns the graph of a function's result, with the arrays that the result loads from. name: for errors.
 
     A score may be any number, but a mask must be a condition.
     """

@@ -1,7 +1,7 @@
 """Tracers: values that record the operations applied to them, in place of a function's numbers and arrays.
 
-They take Python's operators, the protocols of NumPy and of PyTorch, and methods by their names. What needs their value
-during the trace raises ProblemError with the line of the function; only `bool()` has an outcome: see `branches`.
+They take Python's operators, the protocols of NumPy and PyTorch, and methods by name. An operation that needs a number
+during the trace raises ProblemError with the line of the function. Only `bool()` has an outcome: see `branches`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _operator(op: str, is_exchanged: bool = False) -> Callable[[Any, Any], Any]:
 
 
 class _MissingError(ProblemError, AttributeError):
-    """An attribute that traced values do not have. why AttributeError: hasattr catches it."""
+    """An attribute that traced values do not have. It is an AttributeError, which hasattr catches."""
 
 
 class Traced(Operand):
@@ -82,7 +82,7 @@ class Traced(Operand):
 
     shape: tuple[int, ...]
     ndim: int
-    # why: NumPy's arrays and scalars then leave their operators to these.
+    # The priority makes NumPy's arrays and scalars defer to these operators.
     __array_priority__ = 1e6
     __hash__ = _refuse
     __int__ = __float__ = __index__ = __complex__ = item = tolist = __array__ = _refuse
@@ -145,7 +145,7 @@ setattr(Traced, "__matmul__", lambda self, other: called("dot", [self, other], {
 
 
 class TracedScalar(Traced):
-    """A number of a traced function: an argument, or a result of its operations."""
+    """A number of a traced function: an argument, or a result of operations."""
 
     shape: tuple[int, ...] = ()
     ndim = 0
@@ -156,14 +156,14 @@ class TracedScalar(Traced):
 
     @property
     def node(self) -> Node:
-        """The expression."""
+        """The expression of the number."""
         return self._node
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the node in the library that the function uses: PyTorch's, or NumPy's for all others."""
+        """The dtype of the node in the library that the function uses: PyTorch, or NumPy for all others."""
         type, library = self._node.type, dtypes.get()
-        # why: a float64 that has no more digits than float32 becomes one.
+        # A float64 without more digits than float32 becomes float32.
         name = (type if type != Type.FLOAT64 or has_digits(self._node) else Type.FLOAT32).numpy.__name__
         return np.dtype(name) if library is np else getattr(library, name.rstrip("_"))
 
@@ -173,11 +173,11 @@ class TracedScalar(Traced):
         return "cpu" if dtypes.get() is np else dtypes.get().device("cpu")
 
     def numel(self) -> int:
-        """One element."""
+        """Returns the number of elements, 1."""
         return 1
 
     def dim(self) -> int:
-        """No axes."""
+        """Returns the number of axes, 0."""
         return 0
 
     def is_floating_point(self) -> bool:
@@ -189,7 +189,7 @@ class TracedScalar(Traced):
 
 
 class Elements(Traced):
-    """The elements of a short array, computed one by one."""
+    """Elements of a short array, computed one by one."""
 
     ndim = 1
 
@@ -199,7 +199,7 @@ class Elements(Traced):
 
     @property
     def node(self) -> Node:
-        """The element, if it is the only one."""
+        """The element, if there is only one."""
         if len(self._values) != 1:
             raise fault(f"an array of {len(self._values)} elements is used as a number; any, all or sum make one of it")
         return as_node(self._values[0])
@@ -230,7 +230,7 @@ def _is_short(value: Any) -> bool:
 
 
 def _elements(value: Any) -> Any:
-    """Returns the elements of an array with one axis; other values as they are."""
+    """Returns the elements of an array with one axis; other values unchanged."""
     return value.elements() if _is_short(value) else value
 
 
@@ -245,7 +245,7 @@ def _map(compute: Callable[..., Any], arguments: Sequence[Any]) -> Elements:
 
 
 def _sum(values: Elements) -> Any:
-    # why from 0: the sum of conditions is their number.
+    # Starts from 0, because the sum of conditions is their number.
     return reduce(operator.add, values, TracedScalar(constant(0)))
 
 
