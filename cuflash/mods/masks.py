@@ -317,7 +317,7 @@ def prefix_lm(prefix_length: Any) -> Mod:
     Parameters
     ----------
     prefix_length : int or array (batch,) of integers
-        Number of keys in the prefix, as an int at least 0.
+        Number of keys in the prefix, at least 0.
 
     Returns
     -------
@@ -477,7 +477,7 @@ def neighborhood(size: int | Sequence[int], canvas: int | Sequence[int]) -> Mod:
     Parameters
     ----------
     size : int or sequence of int
-        Length of the window along each axis: odd, and no longer than the canvas.
+        Window length along each axis: odd, and at most the canvas.
     canvas : int or sequence of int
         Length of the canvas along each axis, at least 1.
 
