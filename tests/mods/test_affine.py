@@ -1,4 +1,4 @@
-"""Linear forms: they have the value of the node, there and back, and are the same however a sum was written."""
+"""Linear forms: a form and its node have equal values, and the spelling of a sum changes nothing."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_node_that_is_used_many_times_costs_no_more_than_once() -> None:
     assert linear(node) == LinearForm(0, {Q: 2**30})
     for _ in range(200):
         node = add(node, node)
-    assert linear(node) == LinearForm(0, {node: 1})  # the factor is more than the type holds
+    assert linear(node) == LinearForm(0, {node: 1})  # the factor does not fit the type
 
 
 def test_positive_parts_come_first() -> None:

@@ -1,4 +1,4 @@
-"""Bounds and signs of values, which hold for all inputs."""
+"""Bounds and signs of values, valid for all inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capturing: whatever a function refers to takes part in its graph, and the user's objects stay as they are."""
+"""Capture: all objects that a function refers to take part in its graph, and the user's objects stay unchanged."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_attributes_of_captured_objects_are_not_set() -> None:
 
 
 def test_the_hash_of_captured_objects_needs_no_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Any = None  # why: a hash needs the value alone
+    nothing: Any = None  # a hash needs only the value
     captured = stand_ins.CapturedObject(nothing, nothing, Side.LEFT, 0)
     monkeypatch.setattr(stand_ins, "_value", None)  # as at the interpreter's end
     assert hash(captured) == hash(Side.LEFT)

@@ -48,7 +48,7 @@ def softcap(cap: float = 20.0) -> Node:
 
 
 def t5_bucket() -> Node:
-    """The bucket of a distance in both directions, as in T5: exact up to 8, then on a scale of logarithms."""
+    """Returns T5's bucket of a distance in both directions: exact up to 8, then on a logarithmic scale."""
     far = op("maximum", op("absolute", distance()), 1)
     log = op("divide", op("log", op("divide", cast(far, Type.FLOAT32), 8.0)), float(np.log(16)))
     on_scale = op("minimum", op("add", cast(op("multiply", log, 8.0), Type.INT32), 8), 15)
@@ -66,7 +66,7 @@ SLOPES = RNG.random(4).astype(np.float32)
 BUCKETS = RNG.standard_normal((32, 4)).astype(np.float32)
 DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 60)))
 OFFSETS = RNG.standard_normal((4, 119)).astype(np.float32)
-WIDTHS = np.array([3, 2**31 - 1, 0, -5], np.int32)  # the second one sees all, and a sum with it may wrap
+WIDTHS = np.array([3, 2**31 - 1, 0, -5], np.int32)  # the second width sees all keys, and a sum with it may wrap
 DOCUMENT = op("equal", element(DOCUMENTS, 0, B, Q), element(DOCUMENTS, 0, B, K))
 SQUARE = op("subtract", op("multiply", SCORE, SCORE), element(SLOPES, 0, H))
 RELATIVE = op("add", op("subtract", Q, K), 59)
@@ -147,7 +147,7 @@ def test_integers_wrap_shift_and_divide_as_in_numpy(tmp_path: Path) -> None:
     names = ["add", "subtract", "multiply", "left_shift", "right_shift", "minimum", "fmax", "bitwise_xor"]
     roots = [op(name, *pair) for name in names for pair in ((x, y), (x, least), (cast(x, Type.INT64), y))]
     roots += [op(name, x) for name in ("negative", "absolute", "invert")] + [op("less", x, least)]
-    # why only these divisors: the processor stops a program that divides the least integer by -1.
+    # The divisor is not -1 here: the processor stops a program that divides the least integer by -1.
     divisors = [element(np.array([0, 3, -7]), 1, K), constant(8), constant(-3), op("add", K, 1)]
     for name in ("floor_divide", "remainder", "truncated_divide", "truncated_remainder"):
         roots += [op(name, each, divisor) for divisor in divisors for each in (op("maximum", x, -(2**31) + 1), Q)]
@@ -203,7 +203,7 @@ def test_equal_graphs_have_equal_text() -> None:
 DOUBLE = re.compile(r"(?<![\w.])(?:0x[\da-f.]+p[+-]\d+|\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?![f\d])")
 
 
-def test_doubles_are_found_in_text() -> None:
+def test_double_literals_match_in_text() -> None:
     assert DOUBLE.findall("x * 0x1.8p+1 + 2.5 - 3. + 1e9") == ["0x1.8p+1", "2.5", "3.", "1e9"]
     assert not DOUBLE.findall("x * 0x1.8p+1f + 2.5f - 3.f + 7 + value3.x + 0x7f800000u")
 
@@ -216,7 +216,7 @@ def test_no_number_of_the_text_is_a_double(name: str) -> None:
 
 
 def function(case: Case, name: str) -> str:
-    """The body of a function of the struct."""
+    """Returns the body of a function of the struct."""
     return case.text().partition(f" {name}(const Arrays& arrays")[2].partition("  }\n")[0]
 
 

@@ -1,4 +1,4 @@
-"""Derivatives: those of central differences where a function is smooth, and PyTorch's and JAX's at its corners."""
+"""Derivatives: central differences where a function is smooth, PyTorch's and JAX's values at its corners."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ EXPRESSIONS = st.recursive(
 
 
 def value_of(expression: Any, i: Any, j: Any, tables: Any, checked: Any) -> Any:
-    """The value of an expression, for traced values or Python's integers."""
+    """Returns the value of an expression, for traced values or Python's integers."""
     name, *parts = expression
     places = {"i": i, "j": j}
     if name == "number":
@@ -108,7 +108,7 @@ def value_of(expression: Any, i: Any, j: Any, tables: Any, checked: Any) -> Any:
 
 
 def within(x: int) -> int:
-    """An exact result, which int64 holds."""
+    """Returns an exact result if int64 holds it."""
     if not LEAST <= x <= MOST:
         raise OverflowError
     return x
@@ -155,7 +155,7 @@ def test_the_text_of_random_integers_has_their_values(tmp_path_factory: pytest.T
     check(cases, tmp_path_factory.mktemp("random"), GRID)
 
 
-# What is refused, and what is not.
+# Refused and accepted expressions.
 
 UNSIGNED = 2**63 + PLACES.astype(np.uint64)
 REFUSED = {
@@ -169,12 +169,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_no_integer_holds_is_refused_with_the_line(message: str) -> None:
+def test_integers_beyond_64_bits_are_refused_with_the_line(message: str) -> None:
     with pytest.raises(ProblemError, match=f"{Path(__file__).name}:\\d+, in <lambda>: .*{message}"):
         trace(REFUSED[message], "mask_mod")
 
 
-def test_nothing_becomes_int64_that_int32_holds() -> None:
+def test_integers_that_int32_holds_stay_int32() -> None:
     from cuflash import mods
 
     for mask_mod in (mods.sliding_window(5, 7), mods.chunked(4), mods.neighborhood(3, 9), mods.dilated_window(9, 2, 9)):
@@ -229,7 +229,7 @@ def types_of(function: Any) -> set[Type]:
     return {each.type for each in post_order([trace(function, "score_mod").root]) if each.type.is_float}
 
 
-def test_scores_are_float32_but_for_what_decides_and_differences() -> None:
+def test_scores_are_float32_except_decisions_and_differences() -> None:
     wide = np.linspace(0.0, 1.0, ROWS)
     for score_mod in (
         lambda score, b, h, i, j: score - wide[h] * abs(i - j) + 0.1,

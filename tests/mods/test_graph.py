@@ -1,4 +1,4 @@
-"""Nodes: equal expressions are one, the walk visits each once, and equal digests have equal code."""
+"""Nodes: equal expressions are one, post-order visits each node once, and equal digests have equal code."""
 
 from __future__ import annotations
 

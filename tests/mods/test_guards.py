@@ -1,4 +1,4 @@
-"""Guards: a later call finds every change of a trace, and no other change."""
+"""Guards: a later call detects every change of a trace, and no other change."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_change_of_a_read_value_is_found(name: str) -> None:
+def test_every_change_of_a_read_value_gives_another_trace(name: str) -> None:
     captured, fresh = values(), values()
     mask = reads(captured)
     first = trace(mask, "mask_mod")
@@ -125,7 +125,7 @@ def import_a_name(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", hidden_changes())
-def test_hidden_changes_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_changes_give_another_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, change = hidden_changes()[name]
     first = trace(mask, "mask_mod").digest
     assert trace(mask, "mask_mod").digest == first
@@ -159,7 +159,7 @@ def global_window(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q - k < WIDTH
 
 
-def test_changes_of_globals_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_globals_give_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     first = trace(global_window, "mask_mod").digest
     monkeypatch.setitem(globals(), "WIDTH", 4)
     assert trace(global_window, "mask_mod").digest != first

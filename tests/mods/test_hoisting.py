@@ -1,4 +1,4 @@
-"""Hoisting: graphs whose keys are a tile's first key plus a column keep their values, and rows compute most of them."""
+"""Hoisting: keys are a tile's first key plus a column, values stay equal, and rows compute most of them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_integers_and_conditions_keep_their_values_and_types(root: Node) -> None
 def test_floats_keep_their_values_but_for_rounding(root: Node) -> None:
     (new,) = staged([root])
     values = [evaluate([each], STAGED, ARRAYS, np.float64)[0] for each in (new, root)]
-    np.testing.assert_allclose(*values, rtol=1e-6, atol=1e-6)  # why: constants are float32, and so are their inverses
+    np.testing.assert_allclose(*values, rtol=1e-6, atol=1e-6)  # constants and their inverses are float32
 
 
 def elements(root: Node) -> list[str]:
-    """Returns the operations of a root for each element, but for those of constants of the compiler."""
+    """Returns the operations of a root for each element, except operations of constants for the compiler."""
     order = post_order(staged([root]))
     return [each.op for each in order if stage_of(each) == 2 and each.arguments and each.inputs != {"column"}]
 

@@ -1,4 +1,4 @@
-"""Bands of masks: a band shows at every point what its mask shows, and masks that are one are recognised."""
+"""Bands of masks: a band shows the same keys as its mask at every point, and masks that are bands are recognised."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def is_between(index: Node, first: int, end: int) -> Node:
 
 
 def test_masks_of_many_parts_take_seconds() -> None:
-    firsts = range(0, 3000, 10)  # took minutes
+    firsts = range(0, 3000, 10)  # took minutes before the limit of parts
     documents = [all_of(is_between(Q, n, n + 10), is_between(K, n, n + 10)) for n in firsts]
     narrow = all_of(*(op("less", op("add", Q, op("remainder", K, 2 + n)), n) for n in firsts))
-    begin = time.thread_time()  # why not the time of day: other processes may be busy
+    begin = time.thread_time()  # CPU time of this thread: other processes may be busy
     for mask in (reduce(partial(build, "bitwise_or"), documents), all_of(narrow, op("less_equal", K, Q))):
         assert band(mask) is None
     assert time.thread_time() - begin < 20
@@ -136,7 +136,7 @@ def test_masks_of_many_parts_take_seconds() -> None:
 
 def test_parts_with_many_users_are_counted_once() -> None:
     end = op("remainder", Q, 31)
-    for n in range(60):  # 2^60 parts, if each is counted as often as it is reached
+    for n in range(60):  # 2^60 parts if shared parts were counted once per user
         end = op("minimum", *(op("maximum", end, op("remainder", op("multiply", Q, n + m), 37)) for m in (3, 5)))
     assert band(all_of(op("less_equal", K, end), op("less_equal", K, Q))) is None
 

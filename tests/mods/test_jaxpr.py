@@ -1,4 +1,4 @@
-"""JAX's expressions: the graph of a jaxpr has the values of the function that was traced."""
+"""Jaxprs: the graph of a jaxpr has the values of the traced function."""
 
 from __future__ import annotations
 

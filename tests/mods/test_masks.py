@@ -54,7 +54,7 @@ def test_masks_show_what_their_pictures_show(name: str) -> None:
 
 
 def defined_keys(size: int, shows: Callable[[int, int], bool], offset: int = 0) -> Any:
-    """Returns a mask by its definition, of queries that stand beside the last keys."""
+    """Returns a mask by its definition, for queries that stand beside the last keys."""
     return np.array([[shows(q + offset, k) for k in range(size + offset)] for q in range(size)])
 
 

@@ -1,4 +1,4 @@
-"""Numbers of Python and of NumPy, arrays and indices meet in the types of NumPy, and compare as they do there."""
+"""Type promotion: numbers of Python and NumPy, arrays and indices meet and compare as in NumPy."""
 
 from __future__ import annotations
 

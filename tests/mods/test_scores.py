@@ -1,4 +1,4 @@
-"""Ready-made changes of scores, beside their definitions."""
+"""Ready-made changes of scores against their definitions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def changed(score_mod: Any, values: Any = SCORES) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
-def test_alibi_subtracts_what_grows_with_the_distance(shape: tuple[int, ...]) -> None:
+def test_alibi_subtracts_a_multiple_of_the_distance(shape: tuple[int, ...]) -> None:
     slopes = np.random.default_rng(1).random(shape).astype(np.float32)
     expected = SCORES - slopes.reshape(-1, 4, 1, 1) * np.abs(DISTANCES)
     np.testing.assert_allclose(changed(scores.alibi(slopes)), expected, rtol=1e-6)
 
 
-# By the authors' code: github.com/ofirpress/attention_with_linear_biases, get_slopes.
+# From the authors' code: github.com/ofirpress/attention_with_linear_biases, get_slopes.
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8, 12, 16, 20])
 def test_alibi_has_the_slopes_of_the_paper(heads: int) -> None:
     lower = 2 ** math.floor(math.log2(heads))
@@ -56,7 +56,7 @@ def test_softcap_is_that_of_the_keyword() -> None:
 
 
 def bucket_of(distance: int, count: int, bidirectional: bool, max_distance: int) -> int:
-    """T5's bucket of `key - query`, computed in float32 as PyTorch does."""
+    """Returns T5's bucket of `key - query`, computed in float32 as PyTorch does."""
     first = 0
     if bidirectional:
         count //= 2

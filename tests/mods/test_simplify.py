@@ -1,4 +1,4 @@
-"""Building: types, constants and simpler forms of expressions, which have NumPy's values."""
+"""Building nodes: types, constants and simpler forms of expressions, with NumPy's values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INTEGER_OPS = sorted({*ARITHMETIC, *BITS, *COMPARISONS} - {"left_shift", "right_
 
 @SETTINGS
 @given(st.sampled_from(INTEGER_OPS), integers(), integers())
-def test_what_is_built_has_the_value_of_the_operation_on_integers(op: str, x: Node, y: Node) -> None:
+def test_built_nodes_have_the_values_of_operations_on_integers(op: str, x: Node, y: Node) -> None:
     arguments = [x] if op in ("negative", "absolute", "invert") else [x, y]
     wide = [cast(each, INT64) for each in arguments]
     result, *values = evaluate_at_points(build(op, *wide), *wide)
@@ -42,7 +42,7 @@ def test_what_is_built_has_the_value_of_the_operation_on_integers(op: str, x: No
 
 @SETTINGS
 @given(st.sampled_from(sorted({*ARITHMETIC, *COMPARISONS})), floats(), floats())
-def test_what_is_built_has_the_value_of_the_operation_on_floats(op: str, x: Node, y: Node) -> None:
+def test_built_nodes_have_the_values_of_operations_on_floats(op: str, x: Node, y: Node) -> None:
     arguments = [x] if op in ("negative", "absolute") else [x, y]
     result, *values = evaluate_at_points(build(op, *arguments), *arguments)
     with np.errstate(all="ignore"):
@@ -151,7 +151,7 @@ def test_a_range_is_the_whole_type_where_integers_wrap() -> None:
 def test_casts_have_the_values_of_numpy(type: Type) -> None:
     for x in (Q, VISIBLE, SCORE, build("subtract", K, Q)):
         result, value = evaluate_at_points(cast(x, type), x)
-        value = value.clip(0) if x is SCORE and type.numpy is np.uint64 else value  # NumPy leaves others undefined
+        value = value.clip(0) if x is SCORE and type.numpy is np.uint64 else value  # NumPy leaves other casts undefined
         np.testing.assert_array_equal(result, value.astype(type.numpy))
         assert cast(x, type).type == type
 

@@ -1,4 +1,4 @@
-"""Tracing: the graph of a function has the values of the function, and errors name the line and the way out."""
+"""Tracing: the graph of a function has its values, and errors name the line and the remedy."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_graph_refers_to_the_arrays_that_it_loads_from() -> None:
     assert (graph.arrays[0].dtype, graph.arrays[0].shape) == ("float32", (4,))
 
 
-def test_an_array_of_which_nothing_is_left_is_no_part_of_a_graph() -> None:
+def test_an_array_without_loads_is_no_part_of_a_graph() -> None:
     unused, used = np.ones(3, np.float32), np.arange(3, dtype=np.float32)
 
     def function(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -98,7 +98,7 @@ def test_an_array_of_which_nothing_is_left_is_no_part_of_a_graph() -> None:
     np.testing.assert_array_equal(values_of(graph), called(lambda s, b, h, q, k: used[min(h, 2)] + 3, "score_mod"))
 
 
-def test_equal_functions_have_one_digest_and_others_have_their_own() -> None:
+def test_equal_functions_have_one_digest_and_others_differ() -> None:
     def digest(window: Any, table: Any) -> str:
         return trace(lambda b, h, q_idx, k_idx: (q_idx - k_idx < window) & (table[b, k_idx] > 0), "mask_mod").digest
 
@@ -129,7 +129,7 @@ def test_numbers_become_scores_and_conditions_masks() -> None:
         ("mask_mod", lambda b, h, q, k: q + "a" < k, "NoneType|a str meets|unsupported operand"),
     ],
 )  # fmt: skip
-def test_what_is_no_score_or_mask_is_refused(kind: str, function: Any, message: str) -> None:
+def test_results_other_than_a_score_or_mask_are_refused(kind: str, function: Any, message: str) -> None:
     with pytest.raises((ProblemError, TypeError), match=message):
         trace(function, kind)
 
@@ -217,7 +217,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda each: each.__name__)
-def test_what_cannot_be_traced_names_the_line_and_the_way_out(function: Any) -> None:
+def test_untraceable_functions_name_the_line_and_the_remedy(function: Any) -> None:
     with pytest.raises(ProblemError, match=REFUSED[function]) as caught:
         trace(function, "mask_mod")
     if function not in (complex_table, swapped_table):  # these fail before a line runs
@@ -226,7 +226,7 @@ def test_what_cannot_be_traced_names_the_line_and_the_way_out(function: Any) -> 
         assert 0 < line - function.__code__.co_firstlineno < 3
 
 
-def test_other_errors_stay_and_tell_what_was_traced() -> None:
+def test_other_errors_stay_and_name_the_traced_function() -> None:
     def function(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return {}["missing"]
 
@@ -320,7 +320,7 @@ def scale_by(factor: Any) -> Any:
     return lambda score, b, h, q, k: score * factor
 
 
-def test_recompiling_warns_once_with_line_and_way_out() -> None:
+def test_recompiling_warns_once_with_line_and_remedy() -> None:
     assert warnings_of(lambda n: scale_by(n + 0.5), range(MAX_NUMBERS - 1)) == []
     (text,) = warnings_of(lambda n: scale_by(n + 0.5), range(3 * MAX_NUMBERS))
     place = rf"score_mod scale_by\.<locals>\.<lambda> \({re.escape(__file__)}:\d+\)"

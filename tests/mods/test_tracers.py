@@ -1,4 +1,4 @@
-"""Tracers: their operators and methods, and functions of NumPy and PyTorch of them."""
+"""Tracers: their operators and methods, and functions of NumPy and PyTorch on them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_item_is_an_element_of_a_captured_array() -> None:
     check(lambda s, b, h, q, k: s * FACTOR.item() + TABLE[1, h % 3].item(2), "score_mod")
     check(lambda b, h, q, k: (q - k < WINDOWS.item()) & (q < int(WINDOWS.item())), "mask_mod")
     graph = trace(lambda s, b, h, q, k: s * FACTOR.item(), "score_mod")
-    assert [each.array for each in graph.arrays] == [FACTOR]  # read by each call, so another value is no other kernel
+    assert [each.array for each in graph.arrays] == [FACTOR]  # read by each call, so another value needs no new kernel
     for index, text in (((), ""), ((1,), "1"), ((1, 2), "1, 2")):
         message = rf"test_tracers.*item\({text}\) of an array of shape \(2, 3, 4\); index"
         with pytest.raises(ProblemError, match=message):
