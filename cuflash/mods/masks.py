@@ -2,8 +2,9 @@
 
 A query's position is `q_idx + seqlen_k - seqlen_q`: the last query stands beside the last key. In the pictures a row is
 a query, a column a key, and x a visible key. Numbers are constants of the kernel, so a new number compiles a new
-kernel. Arrays are read on each call, so their values may change, also in CUDA graphs. In the examples `np` is NumPy,
-`mods` is `cuflash.mods`, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
+kernel, except in a mask that is a window around the diagonal. Arrays are read on each call, so their values may change,
+also in CUDA graphs. In the examples `np` is NumPy, `mods` is `cuflash.mods`, and q, k and v hold 6 tokens of 2 heads,
+(6, 2, 4).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def _distance(q_idx: Any, k_idx: Any) -> Any:
 
 
 def alibi(slopes: Any) -> Mod:
-    """Returns attention with linear biases: `score - slope · |distance|`.
+    """Returns a score_mod of attention with linear biases: `score - slope · |distance|`.
 
     The score of row q changes by, with a slope of 1:
         0 -1 -2 -3
@@ -39,7 +39,7 @@ def alibi(slopes: Any) -> Mod:
     slopes : array (heads_q,) or (batch, heads_q), or int
         Slopes. An int, at least 1, is the number of heads and stands for the slopes of the paper. The slopes of n heads
         are the powers of 2^(-8/n) if n is a power of two. Otherwise, with m as the next lower power of two, they are
-        the slopes of m heads. Every other slope of 2m heads follows.
+        the slopes of m heads. Every other slope of 2m heads follows, from the first on.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def alibi(slopes: Any) -> Mod:
 
 
 def softcap(cap: float) -> Mod:
-    """Returns `cap · tanh(score / cap)`, as the keyword `softcap` computes it.
+    """Returns a score_mod that caps scores as the keyword `softcap` does: `cap · tanh(score / cap)`.
 
     cap 2:   score  -6.0  -2.0  -1.0   0.0   1.0   2.0   6.0
              becomes -2.0 -1.5  -0.9   0.0   0.9   1.5   2.0
@@ -119,9 +119,7 @@ def softcap(cap: float) -> Mod:
 
 
 def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 128) -> Mod:
-    """Returns `score + table[bucket, head]`: a learned bias for each head and each bucket of distances.
-
-    It is the relative position bias of T5.
+    """Returns a score_mod with a learned bias of each head and bucket of distances: `score + table[bucket, head]`.
 
     Of 8 buckets, not bidirectional, max_distance 16, by how far the key stands before the query:
         distance  0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16
@@ -144,7 +142,7 @@ def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 12
     Raises
     ------
     ProblemError
-        If an argument is not as above.
+        If `table` has another shape or too few buckets, `bidirectional` is no bool, or `max_distance` is too small.
 
     Notes
     -----
@@ -153,8 +151,7 @@ def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 12
 
     References
     ----------
-    T5, arXiv 1910.10683.
-    `RelativePositionBias` is the class of its code.
+    T5, arXiv 1910.10683; `RelativePositionBias`.
 
     Examples
     --------

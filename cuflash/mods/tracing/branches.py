@@ -65,7 +65,7 @@ def branch_on(condition: Node) -> bool:
 
 
 def is_tracing() -> bool:
-    """True while this thread traces a function."""
+    """True if this thread is tracing a function."""
     return _path.get() is not None
 
 
