@@ -47,8 +47,8 @@ class BlockMask:
         varlen = VarlenArgs(*varlen_args)
         if any(self.tells) and self.sizes.batch == 1 and (count := _count(varlen)) > 1:
             raise ProblemError(
-                "block_mask was made for batch=1 with arrays that tell lengths, and so knows those of one sequence "
-                f"alone, but the call has {count} sequences; give create_block_mask batch={count} and the arrays of all"
+                "block_mask was made for batch=1 with arrays of lengths, and so holds the lengths of one sequence, but "
+                f"the call has {count} sequences; give create_block_mask batch={count} and the arrays of all"
             )
         uses_lengths = not self.graph.root.inputs.isdisjoint(("seqlen_q", "seqlen_k"))
         for side, name in enumerate("qk"):
@@ -56,14 +56,14 @@ class BlockMask:
             has_varlen_args = bounds is not None or used is not None
             # Tiles of whole sequences hold for shorter ones, too, unless the mask uses lengths.
             if self.tells[side] and not has_varlen_args:
-                how = "with arrays that tell", "has none"
+                how = "with", "has none"
             elif uses_lengths and has_varlen_args and not self.tells[side]:
-                how = "without the arrays that tell", "has some, and its mask_mod asks for lengths"
+                how = "without", "has some, and its mask_mod uses lengths"
             else:
                 continue
             raise ProblemError(
-                f"block_mask was made {how[0]} the lengths of {name} (cu_seqlens_{name} or seqused_{name}), but the "
-                f"call {how[1]}; give create_block_mask the same ones"
+                f"block_mask was made {how[0]} arrays of lengths of {name} (cu_seqlens_{name} or seqused_{name}), but "
+                f"the call {how[1]}; give create_block_mask the same ones"
             )
 
     def __repr__(self) -> str:

@@ -97,7 +97,7 @@ def attended(
         if dtype not in kinds:
             raise ProblemError(f"{name} has dtype {dtype}; give {', '.join(kinds)}")
         if len(x.shape) != shape.count(",") + 1 or (name in "kv" and x.shape[:2] != q.shape[:2]):
-            raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {shape}, where batch and rows are those of q")
+            raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {shape}, with the batch and rows of q")
     batch, rows, heads, seqlen_q = q.shape[:4]
     seqlen_k = k.shape[3]
     whole = batch, heads, seqlen_q, seqlen_k

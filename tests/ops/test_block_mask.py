@@ -111,19 +111,19 @@ CAUSE = {
         {},
         {"seqused_k": np.array([9, 9], np.int32)},
         "of lengths",
-        "without the arrays that tell the lengths",
+        "without arrays of lengths of k",
     ),
     "with lengths of one sequence": (
         {"batch": 1, "seqused_k": np.array([10], np.int32)},
         {"seqused_k": np.array([10, 200], np.int32)},
         "document",
-        "knows those of one sequence alone, but the call has 2 sequences",
+        "holds the lengths of one sequence, but the call has 2 sequences",
     ),
     "without lengths": (
         {"batch": 2, "seqused_q": np.array([9, 9], np.int32)},
         {},
         "document",
-        "with arrays that tell the le",
+        "made with arrays of lengths of q",
     ),
 }
 

@@ -145,11 +145,11 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "NaN dropped": ({"dropout_p": float("nan"), "dropout_seed": 1}, "dropout_p=nan is not finite"),
     "an array of shares": (
         {"dropout_p": np.array([0.1, 0.2]), "dropout_seed": 1},
-        "dropout_p is an array of shape (2,); give a number, the share of weights to drop",
+        "dropout_p is an array of shape (2,); give a number, the fraction of weights to drop",
     ),
     "an array without axes": ({"dropout_p": np.array(0.1), "dropout_seed": 1}, "dropout_p=array(0.1) is an ndarray"),
-    "no number dropped": ({"dropout_p": None}, "dropout_p=None is a NoneType; give the share"),
-    "a class of shares": ({"dropout_p": np.float32}, "dropout_p=<class 'numpy.float32'> is a type; give the share"),
+    "no number dropped": ({"dropout_p": None}, "dropout_p=None is a NoneType; give the fraction"),
+    "a class": ({"dropout_p": np.float32}, "dropout_p=<class 'numpy.float32'> is a type; give the fraction"),
     "no seed": ({"dropout_p": 0.1}, "there is no dropout_seed; give an int of 64 bits, or an array"),
 }
 SEEDS: dict[str, tuple[Any, str]] = {

@@ -134,7 +134,7 @@ ROWS = [
 DENSE = rows(
     forward_with,
     ("max_seqlen_q", {"max_seqlen_q": 5}, ("max_seqlen_q=5", "no cu_seqlens, seqused, page_table", "leave it out")),
-    ("max_seqlen_k", {"max_seqlen_k": 0}, ("max_seqlen_k=0", "or cache_batch_idx tells lengths", "leave it out")),
+    ("max_seqlen_k", {"max_seqlen_k": 0}, ("max_seqlen_k=0", "is not varlen", "leave it out")),
     ("num_splits", {"num_splits": -2}, ("num_splits=-2 is negative",)),
     ("split_size", {"split_size": 100}, ("split_size=100", "positive multiple of 128")),
 )
