@@ -100,8 +100,9 @@ def backward(
     deterministic : bool, default False
         True gives bitwise repeatable results (see Notes).
     grads_out : tuple (dq, dk, dv), optional
-        Arrays to write to, None for a new one. They have the shapes and dtype of q, k, v and any strides, such as views
-        of one packed array. They share no element with each other or with an input, repeat no memory and are writable.
+        Arrays to write to and return, None for a new one. They have the shapes and dtype of q, k, v and any strides,
+        such as views of one packed array. They share no element with each other or with an input, repeat no memory and
+        are writable.
     softmax_scale : float, default 1/sqrt(head_dim)
         Factor of the scores, from 1e-15 to 1e15.
     causal : bool, default False
