@@ -1,4 +1,4 @@
-"""`cuflash.append_kv`: new keys and values go behind those that a cache holds, rotated on the way."""
+"""`cuflash.append_kv`: writes new keys and values behind the used ones of a cache, rotated on the way."""
 
 from __future__ import annotations
 
@@ -47,51 +47,90 @@ def append_kv(
     check: bool = False,
     **foreign: Never,
 ) -> Array | None:
-    """Writes new keys and values, in place, behind those that are used; returns the rotated q, or None without q.
+    """Writes new keys and values in place behind the used ones; returns the rotated q, or None without q.
 
-    Key i of the new ones of sequence b goes to position seqused_k[b] + i. No length changes: add the counts of new keys
-    to seqused_k for the `forward` that follows, whose arguments describe a cache in the same way.
+    New key i of sequence b goes to position seqused_k[b] + i. No length changes: add the numbers of new keys to
+    seqused_k for the `forward` that follows. Its arguments describe a cache in the same way.
 
-    k_cache (batch, capacity, heads_kv, head_dim) and v_cache (batch, capacity, heads_kv, head_dim_v): CuPy, PyTorch or
-    NumPy arrays of one framework, device and dtype (float16, bfloat16, float32; float64 on the CPU), written to in any
-    strides but those with gaps in the last dimension. seqused_k (batch,): how many keys of each sequence are used.
-    `cache_batch_idx` (batch,): sequence b has that row of a cache with any number of rows. `page_table` (batch,
-    max_pages): the caches are pages, (num_pages, page_size, heads_kv, …), and position j of sequence b lies in page
-    page_table[b, j // page_size]. All integers are int32, on the device of the caches.
+    Parameters
+    ----------
+    k_cache : array (batch, capacity, heads_kv, head_dim)
+        Cache of keys: a CuPy, PyTorch or NumPy array. Its dtype is float16, bfloat16 or float32, on the CPU also
+        float64. The last dimension is contiguous; other strides are free.
+    v_cache : array (batch, capacity, heads_kv, head_dim_v)
+        Cache of values, of the framework, device and dtype of k_cache.
+    k : array (batch, seqlen_new, heads_kv, head_dim)
+        New keys, or (total, heads_kv, head_dim) with cu_seqlens_k.
+    v : array (batch, seqlen_new, heads_kv, head_dim_v)
+        New values, or (total, heads_kv, head_dim_v) with cu_seqlens_k.
+    seqused_k : int32 array (batch,)
+        Number of used keys of each sequence before the call.
+    page_table : int32 array (batch, max_pages), optional
+        Pages of each sequence: the caches are (num_pages, page_size, heads_kv, …). Position j of sequence b lies in
+        page page_table[b, j // page_size].
+    cache_batch_idx : int32 array (batch,), optional
+        Row of the caches for each sequence. The caches may have any number of rows.
+    cu_seqlens_k : int32 array (batch + 1,), optional
+        Offsets of packed new keys and values. Sequence b has the rows cu_seqlens_k[b] … cu_seqlens_k[b + 1] - 1.
+    q : array (batch, seqlen_q, heads_q, head_dim), optional
+        Queries to rotate, or (total, heads_q, head_dim) with cu_seqlens_q. They need rotary_cos and rotary_sin.
+    cu_seqlens_q : int32 array (batch + 1,), optional
+        Offsets of packed queries.
+    q_same_position : bool, default False
+        True rotates all queries of sequence b at position seqused_k[b], as FlashAttention does without a causal mask.
+        False rotates query i at seqused_k[b] + i.
+    rotary_cos : array (positions, rotary_dim / 2), optional
+        Cosines, in the dtype of k or float32. They rotate the first rotary_dim elements of k and q by position.
+    rotary_sin : array (positions, rotary_dim / 2), optional
+        Sines, in the dtype of rotary_cos.
+    rotary_interleaved : bool, default False
+        True pairs elements 2j and 2j + 1 (GPT-J), False elements j and rotary_dim / 2 + j (GPT-NeoX).
+    check : bool, default False
+        True reads the int32 arrays above from a GPU and validates them, as in `forward`.
 
-    k (batch, seqlen_new, heads_kv, head_dim) and v (batch, seqlen_new, heads_kv, head_dim_v), or packed with
-    `cu_seqlens_k` (batch + 1,): (total, heads_kv, …), where sequence b has the rows cu_seqlens_k[b] … cu_seqlens_k[b +
-    1] - 1. q (batch, seqlen_q, heads_q, head_dim), or packed with `cu_seqlens_q`, only beside a rotation.
+    Returns
+    -------
+    q : array (batch, seqlen_q, heads_q, head_dim) or None
+        The rotated queries, in the layout of the argument; None without q. Rows of no sequence are 0.
 
-    `rotary_cos`, `rotary_sin` (positions, rotary_dim / 2), in the dtype of k or float32, rotate the first rotary_dim
-    elements of k and q: new key i at position seqused_k[b] + i, and query i there too, or all queries of a sequence at
-    seqused_k[b] with `q_same_position=True`, as FlashAttention has it without a causal mask. `rotary_interleaved`: pair
-    j is the elements 2j and 2j + 1 (GPT-J), else j and rotary_dim / 2 + j (GPT-NeoX). It is computed in float32
-    (float64 for float64) and rounded once, to the same bits on every device.
+    Raises
+    ------
+    ProblemError
+        Arguments do not fit together. This includes caches that cannot be written to (JAX's, read-only ones), and
+        caches that share memory with another argument.
+    UnsupportedError, CompileError
+        As in `forward`.
 
-    In host memory integers are checked: each new key must have a place in the cache. On a GPU the host does not read
-    them, and nothing outside the arrays is read or written, whatever they say: lengths are clamped to the capacity;
-    keys past it, or of a page or row that the cache does not have, are not written. check=True reads them once and
-    checks them before, as in `forward`.
-    Rows at positions past the end of rotary_cos are not rotated; rows of q that belong to no sequence become 0.
-    Positions that two new keys share hold either.
+    Notes
+    -----
+    All int32 arrays lie on the device of the caches. In host memory they are validated in every call: each new key must
+    have a place in the cache. On a GPU the host does not read them, and no memory outside the arrays is read or
+    written. Lengths are clamped to the capacity. Keys past it are not written, nor are keys of pages or rows that the
+    cache lacks. Positions that two new keys share hold either.
 
-    Raises ProblemError for arguments that do not fit together, for arrays that cannot be written to (JAX's, read-only
-    ones) and for caches that are seen to share memory with another argument; UnsupportedError and CompileError as in
-    `forward`.
+    The rotation is computed in float32 (float64 for float64) and rounded once, to the same bits on every device. Rows
+    at positions past the end of rotary_cos are not rotated.
 
-        cuflash.append_kv(k_cache, v_cache, k, v, lengths)                    # k, v (batch, 1, heads_kv, head_dim)
-        out = cuflash.forward(q, k_cache, v_cache, seqused_k=lengths + 1, causal=True)
+    References
+    ----------
+    RoFormer (arXiv 2104.09864), for the rotary position embedding.
+
+    Examples
+    --------
+    Two sequences, of which 0 and 4 rows are used.
 
     >>> import numpy as np, cuflash
-    >>> k_cache, v_cache = np.zeros((2, 2, 6, 1, 64), "float32")  # two sequences, of which 0 and 4 rows are used
+    >>> k_cache, v_cache = np.zeros((2, 2, 6, 1, 64), "float32")
     >>> new = np.ones((2, 1, 1, 64), "float32")
     >>> cuflash.append_kv(k_cache, v_cache, new, new, np.array([0, 4], "int32"))
     >>> k_cache[:, :, 0, 0]
     array([[1., 0., 0., 0., 0., 0.],
            [0., 0., 0., 0., 1., 0.]], dtype=float32)
 
-    Source: RoFormer, arXiv 2104.09864 (rotary position embedding).
+    A decode step, with k and v (batch, 1, heads_kv, head_dim).
+
+        cuflash.append_kv(k_cache, v_cache, k, v, lengths)
+        out = cuflash.forward(q, k_cache, v_cache, seqused_k=lengths + 1, causal=True)
     """
     if foreign:
         raise refuse_foreign(append_kv, foreign)

@@ -77,54 +77,144 @@ def backward(
     check: bool = False,
     **foreign: Never,
 ) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, tuple[Any, ...]]:
-    """Gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`, with nothing of size seqlen_q x seqlen_k kept.
+    """Returns the gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`.
 
-    q, k, v and the mask and scale arguments are those of `forward`, out and lse its results (of any `algorithm`, or of
-    `merge_states`); out may be float32 where q is not. dout has the shape of out and the dtype of q, dlse (optional)
-    those of lse. dq, dk, dv have the shapes and dtype of q, k, v. A query that sees no key has gradient 0. On Hopper a
-    pair whose product of q and k is -inf counts as hidden, and NaN in a row may reach gradients of keys that a mask
-    hides from it.
+    It computes weights again from lse, so nothing of size seqlen_q x seqlen_k is stored.
 
-    `deterministic=True` gives bitwise repeatable results; NumPy's always are. On a GPU dq is otherwise added up in
-    no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and so are dk and dv
-    of keys that several blocks share. Deterministic, Hopper's kernels add dq up in the order of the keys; those of any
-    GPU compute the scores twice instead and take about a third longer. Over head dim 128 Hopper has a kernel for each
-    gradient, whose bits repeat in any case. At most two blocks share keys there, and a sum of two has one order.
-    Without `deterministic` it takes the kernels of any GPU there, too, where grouped heads have few keys (see `plan`).
-    Head dims up to 256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is
-    rounded to the inputs' dtype: scale a large loss down, or take bfloat16. Errors as in `forward`.
+    Parameters
+    ----------
+    dout : array (batch, seqlen_q, heads_q, head_dim_v)
+        Gradient of out, in the dtype of q.
+    q : array (batch, seqlen_q, heads_q, head_dim)
+        Queries, as in the call of `forward`. On a GPU, head dims are 1 to 256.
+    k : array (batch, seqlen_k, heads_kv, head_dim)
+        Keys, as in that call.
+    v : array (batch, seqlen_k, heads_kv, head_dim_v)
+        Values, as in that call.
+    out : array (batch, seqlen_q, heads_q, head_dim_v)
+        Result of `forward` with any algorithm, or of `merge_states`. It may be float32 where q is not.
+    lse : array (batch, heads_q, seqlen_q)
+        The other result of that call: float32, or float64 for float64. For packed q it is (heads_q, total_q).
+    dlse : array (batch, heads_q, seqlen_q), optional
+        Gradient of lse, in the shape and dtype of lse.
+    deterministic : bool, default False
+        True gives bitwise repeatable results (see Notes).
+    grads_out : tuple (dq, dk, dv), optional
+        Arrays to write to and return, None for a new one. They have the shapes and dtype of q, k, v and any strides,
+        such as views of one packed array. They share no element with each other or with an input, repeat no memory and
+        are writable.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        Factor of the scores, from 1e-15 to 1e15.
+    causal : bool, default False
+        Hides later keys: key j is visible to query i iff `j <= i + diagonal_offset`.
+    window_size : tuple (left, right), default (-1, -1)
+        Numbers of keys that are visible left and right of the diagonal; -1 or None is open.
+    diagonal_offset : int, default seqlen_k - seqlen_q
+        Key index of the diagonal at query 0. The default aligns the diagonal bottom-right, 0 top-left.
+    softcap : float, default 0.0
+        A cap c > 0 turns scores into c·tanh(score / c); 0 is no cap.
+    cu_seqlens_q : int32 array (batch + 1,), optional
+        Offsets of packed queries: q, dout and out are (total, heads_q, …).
+    cu_seqlens_k : int32 array (batch + 1,), optional
+        Offsets of packed keys and values: k and v are (total, heads_kv, …).
+    max_seqlen_q : int, optional
+        Upper bound of the queries of a variable-length sequence, if known.
+    max_seqlen_k : int, optional
+        Upper bound of the keys of a variable-length sequence, if known.
+    seqused_q : int32 array (batch,), optional
+        Number of used queries of each sequence.
+    seqused_k : int32 array (batch,), optional
+        Number of used keys of each sequence.
+    page_table : None
+        Keys in pages have no gradients: an array raises UnsupportedError.
+    cache_batch_idx : None
+        Keys of a cache have no gradients: an array raises UnsupportedError.
+    score_mod : callable (score, b, h, q_idx, k_idx), optional
+        Returns the score that replaces the scaled and capped one. where, min, max, abs and the like have the usual
+        subgradients.
+    mask_mod : callable (b, h, q_idx, k_idx), optional
+        Returns True for visible keys.
+    block_mask : BlockMask, optional
+        Tiles of a mask, together with its mask_mod, from `create_block_mask`.
+    bias : array broadcastable to (batch, heads_q, seqlen_q, seqlen_k), optional
+        Floats to add to the scores, or bools: True is visible.
+    sinks : array (heads_q,), optional
+        One more logit of each head, without a value.
+    dropout_p : float, default 0.0
+        Fraction of weights that `forward` dropped, in [0, 1).
+    dropout_seed : int or array, optional
+        Seed of dropout in `forward`.
+    captured_grads : tuple of arrays, optional
+        Arrays whose gradients are returned, as the same objects: arrays that score_mod refers to, the bias or the
+        sinks. Integers, bools and arrays that mask_mod alone refers to have no gradients.
+    check : bool, default False
+        True reads the int32 arrays above from a GPU and validates them, as in `forward`.
 
-    Weights are made again from lse, which is float32, and are off by up to 4e-7 |score| of themselves, 0.04 at 10^5.
+    Returns
+    -------
+    dq : array (batch, seqlen_q, heads_q, head_dim)
+        Gradient of q, in its dtype. A query that sees no key has gradient 0.
+    dk : array (batch, seqlen_k, heads_kv, head_dim)
+        Gradient of k, in its dtype.
+    dv : array (batch, seqlen_k, heads_kv, head_dim_v)
+        Gradient of v, in its dtype.
+    grads : tuple of arrays
+        Only with captured_grads: their gradients, in the shapes and dtypes of the arrays. Sums are float32.
 
-    grads_out: (dq, dk, dv), arrays to write to, None for a new one. They have the shapes and dtype of q, k, v and any
-    strides, such as those of views of one packed array, and are returned. ProblemError for one that shares an element
-    with another of them or with an input, that repeats memory, or that cannot be written to (JAX's, read-only ones).
+    Raises
+    ------
+    ProblemError
+        Arguments fit no attention problem. This includes grads_out that cannot be written to (JAX's, read-only ones),
+        and captured_grads that have no gradient.
+    UnsupportedError
+        This build or machine has no kernel for the call, or keys lie in pages or in a cache.
+    CompileError
+        NVRTC refuses a kernel.
 
-    score_mod, mask_mod, block_mask, bias, sinks, dropout_p and dropout_seed are those of `forward`; where, min, max,
-    abs and the like have the usual subgradients. captured_grads: a tuple of arrays, each of which is, as the same
-    object, one that score_mod refers to, the bias or the sinks. Then (dq, dk, dv, grads) is returned, where grads is
-    the tuple of their gradients, in the shapes and dtypes of the arrays, with sums in float32. ProblemError for any
-    other array; those of integers and bools, and those that mask_mod alone refers to, have no gradients.
+    Notes
+    -----
+    Every argument that `forward` has, too, has the meaning and the limits described there.
+
+    Variable lengths. Unused rows and rows of no sequence have gradient 0, in grads_out too.
+
+    Bits. Without deterministic, kernels add dq in no fixed order on a GPU. The sums take a float32 workspace of dq's
+    size, head_dim rounded up to the kernel's head dim. So do dk and dv of keys that several thread blocks share. With
+    deterministic, Hopper's kernels add dq in the order of the keys. The kernels of any GPU compute the scores twice
+    instead, which takes about a third longer. Over head dim 128, Hopper has one kernel for each gradient, and bits
+    repeat in any case. At most two thread blocks share keys there, and a sum of two has one order. Without
+    deterministic, grouped heads with few keys take the kernels of any GPU there, too (see `plan`). NumPy's results
+    always repeat.
+
+    Precision. Weights are off by up to 4e-7 |score| of themselves (0.04 at 10^5), as lse is float32. On a GPU,
+    |p (dout vᵀ - delta)| is rounded to the inputs' dtype, so in float16 it must stay below 65504. Scale a large loss
+    down, or take bfloat16. On Hopper, a pair whose product of q and k is -inf counts as hidden. There, NaN in a row may
+    reach gradients of keys that a mask hides from it.
+
+    References
+    ----------
+    FlashAttention-2 (arXiv 2307.08691), algorithm 2.
+
+    Examples
+    --------
+    Gradients of the loss |out|² / 2.
+
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 4, 64), dtype="float32")
+    >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = cuflash.backward(out, q, k, v, out, lse, causal=True)
+    >>> dq.shape, dk.shape, dv.shape
+    ((2, 100, 4, 64), (2, 100, 4, 64), (2, 100, 4, 64))
+
+    Gradients of captured arrays.
 
         out, lse = cuflash.forward(q, k, v, score_mod=alibi, sinks=sinks, return_lse=True)
         dq, dk, dv, (dslopes, dsinks) = cuflash.backward(
             dout, q, k, v, out, lse, score_mod=alibi, sinks=sinks, captured_grads=(slopes, sinks))
 
-    Packed and used lengths, and check=True, are those of `forward`; gradients of rows that are not used, or of no
-    sequence, are 0, in `grads_out` too. Keys in pages, and those of `cache_batch_idx`, have no gradients: an
-    UnsupportedError.
+    Gradients in one packed array.
 
         dqkv = cupy.empty((batch, seqlen, 3, heads, head_dim), q.dtype)
         cuflash.backward(dout, q, k, v, out, lse, grads_out=[dqkv[:, :, i] for i in range(3)])
-
-    >>> import numpy as np, cuflash
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 4, 64), dtype="float32")
-    >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
-    >>> dq, dk, dv = cuflash.backward(out, q, k, v, out, lse, causal=True)  # of the loss |out|² / 2
-    >>> dq.shape, dk.shape, dv.shape
-    ((2, 100, 4, 64), (2, 100, 4, 64), (2, 100, 4, 64))
-
-    Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     if foreign:
         raise refuse_foreign(backward, foreign)
@@ -165,7 +255,7 @@ def backward(
 
 
 def cached_keys_error(page_table: Any) -> UnsupportedError:
-    """Returns the error of gradients of cached keys, which have none. page_table: None for rows of a cache."""
+    """Returns the error for gradients of cached keys. page_table: None if the keys are rows of a cache."""
     name = "page_table" if page_table is not None else "cache_batch_idx"
     return UnsupportedError(
         f"{name} was given, but cached keys have no gradients, as several sequences may share them; gather them "
@@ -174,7 +264,7 @@ def cached_keys_error(page_table: Any) -> UnsupportedError:
 
 
 def _three(grads_out: Any) -> tuple[Any, ...]:
-    """The arrays for dq, dk and dv."""
+    """Returns the arrays for dq, dk and dv."""
     if not isinstance(grads_out, (tuple, list)) or len(grads_out) != 3:
         count = f" of {len(grads_out)}" if isinstance(grads_out, (tuple, list)) else ""
         raise ProblemError(

@@ -1,4 +1,4 @@
-"""Seeds of dropout in the memory of the device, where kernels read them."""
+"""Dropout seeds, as numbers and as arrays in the memory of the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SEED_TYPES = "an int of 64 bits, or an array of one such integer (or of two uin
 
 
 def seed_number(seed: Any, expected: str = _SEED_TYPES) -> int | None:
-    """Returns a seed that is a number of 64 bits; None for an array. expected: describes what a seed may be."""
+    """Returns a seed that is a number of 64 bits; None for an array. expected: the text for legal seeds in errors."""
     if not isinstance(seed, bool | Integral):
         return None
     number = check_integer("dropout_seed", seed)
@@ -25,8 +25,8 @@ def seed_number(seed: Any, expected: str = _SEED_TYPES) -> int | None:
 
 
 def check_seed(seed: Any, first: Any) -> None:
-    """Validates the seed of a call that drops nothing, and so reads none. first: the first array of the call."""
-    if type(seed) is int and -(2**63) <= seed < 2**64:  # why: `seed_number` takes longer, in each repeated call
+    """Validates the seed of a call without dropout, which reads none. first: the first array of the call."""
+    if type(seed) is int and -(2**63) <= seed < 2**64:  # inlined: `seed_number` is slower
         return
     if seed_number(seed) is None:
         spec, like = (library_of(name, x).spec(name, x) for name, x in (("dropout_seed", seed), ("q", first)))
@@ -34,11 +34,11 @@ def check_seed(seed: Any, first: Any) -> None:
 
 
 def seed_array(seed: Any, first: Any) -> Any:
-    """Returns a seed that is an array, or a new array of it, of the library and on the device of `first`."""
+    """Returns the seed as an array: itself, or a new one of the library and on the device of `first`."""
     if seed is None:
         raise ProblemError(f"dropout_p is not 0, but there is no dropout_seed; give {_SEED_TYPES}")
     if (number := seed_number(seed)) is None:
         library_of("dropout_seed", seed)
         return seed
-    number -= 2**64 * (number >= 2**63)  # why: as int64, of which all libraries have the bits
+    number -= 2**64 * (number >= 2**63)  # the bits as int64, which all libraries have
     return library_of("q", first).seed(number, first)

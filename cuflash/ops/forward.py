@@ -1,4 +1,4 @@
-"""`cuflash.forward`: exact attention, the keys taken tile by tile."""
+"""`cuflash.forward`: exact attention, tiled over keys."""
 
 from __future__ import annotations
 
@@ -61,88 +61,155 @@ def forward(
     check: bool = False,
     **foreign: Never,
 ) -> Array | tuple[Array, Array]:
-    """Exact attention, `softmax(mask(cap(softmax_scale q kᵀ))) v`, with no seqlen_q x seqlen_k matrix in memory.
+    """Returns exact attention, `softmax(mask(cap(softmax_scale q kᵀ))) v`.
 
-    q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
-    head_dim_v): CuPy, PyTorch, JAX, NumPy or any DLPack arrays of one framework, device and dtype (float16, bfloat16,
-    float32; float64 on the CPU), with any strides. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too.
-    float32 on a GPU is computed as three TF32 products; an infinite element that is seen gives NaN there. A mask hides
-    k and v whatever they hold. On a GPU, NaN or infinity in a hidden row of v may still reach some queries, the same in
-    each run: those less than 128 rows (Hopper: 192) from a query that sees a key less than 128 from that row, and with
-    algorithm="standard" all. What lies past a length reaches no query.
-    head_dim and head_dim_v go independently from 1 to 256, to 512 where the GPU's shared memory allows; on the CPU any.
-    heads_q is a multiple of heads_kv; query head h uses kv head `h // (heads_q // heads_kv)`.
+    It reads keys tile by tile, so no matrix of seqlen_q x seqlen_k scores is stored.
+    On a GPU, work runs on the caller's current stream.
 
-    softmax_scale: a finite number above 0, default 1/sqrt(head_dim). causal: key j is visible to query i iff
-    `j <= i + diagonal_offset`. window_size: (left, right) keys besides the diagonal, -1 or None for open.
-    diagonal_offset: default seqlen_k - seqlen_q (bottom-right aligned); 0 aligns top-left. softcap c > 0: scores become
-    c·tanh(score / c).
-    algorithm: "flash2" (default), "flash1", "flashd" or "standard" (materialises the scores; for comparison).
-    out: array to write to, of its own memory. out_dtype: "float32" (or a dtype object, such as numpy.float32) keeps the
-    full precision of 16-bit inputs.
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim)
+        Queries: a CuPy, PyTorch, JAX, NumPy or other DLPack array with any strides. The dtype is float16, bfloat16 or
+        float32, on the CPU also float64. head_dim is 1 to 256, or to 512 where the GPU's shared memory allows; on the
+        CPU any. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too, for all of q, k and v.
+    k : array (batch, seqlen_k, heads_kv, head_dim)
+        Keys, of the framework, device and dtype of q. heads_q is a multiple of heads_kv. Query head h uses kv head
+        `h // (heads_q // heads_kv)`.
+    v : array (batch, seqlen_k, heads_kv, head_dim_v)
+        Values, like k. head_dim_v may differ from head_dim and has the same limits.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        Factor of the scores, from 1e-15 to 1e15.
+    causal : bool, default False
+        Hides later keys: key j is visible to query i iff `j <= i + diagonal_offset`.
+    window_size : tuple (left, right), default (-1, -1)
+        Numbers of keys that are visible left and right of the diagonal; -1 or None is open. causal sets right to 0.
+    diagonal_offset : int, default seqlen_k - seqlen_q
+        Key index of the diagonal at query 0. The default aligns the diagonal bottom-right, 0 top-left. For
+        variable-length sequences the default is computed from the lengths of each sequence.
+    softcap : float, default 0.0
+        A cap c > 0 turns scores into c·tanh(score / c); 0 is no cap.
+    algorithm : {"flash2", "flash1", "flashd", "standard"}, default "flash2"
+        Algorithm. "standard" stores all scores and is for comparison. It takes no mods, and on a GPU no
+        variable-length sequences.
+    return_lse : bool, default False
+        True returns lse, too.
+    out : array, optional
+        Array to write the result to. It shares no memory with another argument.
+    out_dtype : "float32" or dtype object, optional
+        Dtype of out; by default the dtype of q. "float32", or an object such as numpy.float32, keeps the full precision
+        of 16-bit inputs.
+    cu_seqlens_q : int32 array (batch + 1,), optional
+        Offsets of packed queries: q is (total, heads_q, head_dim). Sequence b has the rows
+        cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1. It is legal without cu_seqlens_k.
+    cu_seqlens_k : int32 array (batch + 1,), optional
+        Offsets of packed keys and values, (total, heads_kv, …), like cu_seqlens_q. It is legal without cu_seqlens_q.
+    max_seqlen_q : int, optional
+        Upper bound of the queries of a variable-length sequence, if known. Rows past it count as unused.
+    max_seqlen_k : int, optional
+        Upper bound of the keys of a variable-length sequence, if known. Rows past it count as unused.
+    seqused_q : int32 array (batch,), optional
+        Number of used queries of each sequence: packed, or of q (batch, seqlen_q, …).
+    seqused_k : int32 array (batch,), optional
+        Number of used keys of each sequence: packed, of a cache k (batch, capacity, …), or of pages.
+    page_table : int32 array (batch, max_pages), optional
+        Pages of each sequence: k and v are (num_pages, page_size, heads_kv, …). Key j of sequence b lies in page
+        page_table[b, j // page_size].
+    cache_batch_idx : int32 array (batch,), optional
+        Row of k and v that holds the keys of each sequence. k and v are a cache with any number of rows.
+    num_splits : int, default 0
+        Upper bound of the thread blocks that share the keys of a query. 0 chooses by the GPU's size and the lengths.
+        More than one share them where most of the GPU would idle, as queries are few.
+    split_size : int, optional
+        Switch for equal bits in every layout (see Notes). Any multiple of 128 has the same effect: no keys are split.
+    score_mod : callable (score, b, h, q_idx, k_idx), optional
+        Returns the score that replaces the scaled and capped one.
+    mask_mod : callable (b, h, q_idx, k_idx), optional
+        Returns True for visible keys. causal and window_size hide keys beside it.
+    block_mask : BlockMask, optional
+        Tiles of a mask, together with its mask_mod, from `create_block_mask`. Without it, each call with a mask_mod
+        computes one.
+    bias : array broadcastable to (batch, heads_q, seqlen_q, seqlen_k), optional
+        Floats to add to the scores, or bools: True is visible. Strides are free.
+    sinks : array (heads_q,), optional
+        One more logit of each head, without a value, in float32 or the dtype of q.
+    dropout_p : float, default 0.0
+        Fraction of weights to drop, in [0, 1). Other weights are divided by the fraction that is kept. lse does not
+        depend on it.
+    dropout_seed : int or array, optional
+        Seed of dropout: an int of 64 bits, or an array on the device of q. The array holds one such integer, or two of
+        32 bits, the low one first. With an array, a CUDA graph may be replayed with other seeds. Equal seeds drop equal
+        weights, in `backward` too.
+    check : bool, default False
+        True reads the int32 arrays above from a GPU and validates them; this waits for the caller's stream. It is an
+        UnsupportedError for traced arrays, and while a CUDA graph is captured.
 
-    How large numbers may be: scores are float32, so a weight is off by up to 1e-7 |score| of itself (0.01 at 10^5), and
-    on a GPU scores past 10^8 may give NaN. |v| times seqlen_k must stay below 3.4e38 (in bfloat16 on Hopper |v| alone).
-    Elements of float32 past 3.4e38 count as infinite on a GPU. Of bfloat16 out is right to 1e-36 at best on Hopper.
-    There weights are rounded to 16 bits at the scale of a past maximum, and out is off by up to 1.1 times what an exact
-    maximum leaves; with score_mod by up to 1.4 times where one key outweighs all others.
+    Returns
+    -------
+    out : array (batch, seqlen_q, heads_q, head_dim_v)
+        Attention, in the rank and framework of q. A query that sees no key has out 0.
+    lse : array (batch, heads_q, seqlen_q)
+        Only with return_lse: the natural logarithm of the sum of exp of the visible scores. It is float32, or float64
+        for float64. A query that sees no key has -inf. For packed q it is (heads_q, total_q).
 
-    Returns out (batch, seqlen_q, heads_q, head_dim_v) in the rank and framework of q; with return_lse also lse
-    (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural logarithm of the sum of exp of the visible
-    scores. A query that sees no key has out 0 and lse -inf. Work runs on the caller's current stream.
+    Raises
+    ------
+    ProblemError
+        Arguments fit no attention problem.
+    UnsupportedError
+        This build or machine has no kernel for the call.
+    CompileError
+        NVRTC refuses a kernel.
 
-    Variable-length sequences, given by int32 arrays on the device of q. `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,):
-    q, or k and v, are packed, (total, heads, head_dim), and sequence b has the rows cu_seqlens[b] … cu_seqlens[b + 1] -
-    1; either alone is legal. `seqused_q`, `seqused_k` (batch,): how many rows of a sequence are used, packed, of q
-    (batch, seqlen_q, …), of a cache k (batch, capacity, …) or of pages. `page_table` (batch, max_pages): k and v are
-    pages, (num_pages, page_size, heads_kv, …), and key j of sequence b lies in page page_table[b, j // page_size].
-    `cache_batch_idx` (batch,): sequence b has that row of the cache. `max_seqlen_q`, `max_seqlen_k`: bounds that the
-    caller knows; rows past them count as unused. `diagonal_offset` counts from each sequence's own lengths. Rows that
-    belong to no sequence or are not used have lse -inf and out 0; an `out` that was given keeps what it holds there.
-    lse of packed q is (heads_q, total_q).
+    Notes
+    -----
+    Variable lengths. All int32 arrays lie on the device of q. Rows of no sequence and unused rows have out 0 and
+    lse -inf; an `out` argument keeps its values there. In host memory these integers are validated in every call.
+    cu_seqlens begin at 0, never decrease and end within the rows. Beside seqused of that side, they may begin anywhere.
+    Used lengths are at most the rows of the sequence. Keys that causal and window_size show lie in pages or rows that
+    exist. On a GPU the host does not read the integers. Lengths outside the arrays are clamped, and keys in missing
+    pages are hidden.
 
-    In host memory these integers are checked: cu_seqlens begin at 0 (beside seqused of that side anywhere), never
-    decrease and end within the rows, used lengths have room, and keys that causal and window_size show lie in pages or
-    rows that exist. On a GPU the host does not read them: lengths outside the arrays are clamped, and keys in pages
-    that do not exist are not seen. check=True reads them once and checks them there, too: it waits for the caller's
-    stream, and is an UnsupportedError while a CUDA graph is captured and for traced arrays.
+    Mods. The order is scale, softcap, score_mod, bias, masks. b is the sequence and h the query head; q_idx and k_idx
+    count from the begin of the sequence. `cuflash.mods.seqlen_q()` and `cuflash.mods.seqlen_k()` are its used lengths.
+    The functions take scalars and are traced once. They may use operators, `if`, and functions of NumPy, PyTorch,
+    jax.numpy, math and `cuflash.mods`. They may load `array[index, …]` from arrays that they refer to. Each call reads
+    the values of these arrays; indices outside are clamped. `cuflash.mods` lists the types in which they compute: masks
+    are exact for captured float64 and for integers beyond int32. A score of at most -1e37 weighs nothing.
 
-    num_splits: how many thread blocks share the keys of a query at most, 0 for a choice by the GPU's size and the
-    lengths. More than one do where queries are so few that most of the GPU would idle.
-    split_size: a switch; any multiple of 128 keys has the same effect, and no keys are split. On one kind of GPU, the
-    bits of a row of out and lse then depend on its q and on the keys and values that it sees alone. They are the same
-    dense, packed, in a cache, in pages, and with any other queries. One thread block takes all keys of a query,
-    whatever num_splits is, so few queries over many keys are slower. On Hopper, 16-bit inputs of head dims that are
-    multiples of 8 raise UnsupportedError with it where they, or their rows, do not begin at multiples of 16 bytes.
+    Equal bits. With split_size, the bits of a row depend only on its q and on the keys and values that it sees. This
+    holds for out and lse on one kind of GPU: dense, packed, in a cache, in pages, and beside any other queries. One
+    thread block takes all keys of a query, whatever num_splits is, so few queries over many keys are slower. On Hopper,
+    16-bit inputs with head dims that are multiples of 8 need alignment. They and their rows must begin at multiples of
+    16 bytes, else UnsupportedError is raised.
 
-    Mods, in the order scale, softcap, score_mod, bias, masks. Indices count from the
-    begin of each sequence, b is its number and h the query head; inside a function `cuflash.mods.seqlen_q()` and
-    `seqlen_k()` are its used lengths. score_mod(score, b, h, q_idx, k_idx) gives the score that takes the place of the
-    scaled one; mask_mod(b, h, q_idx, k_idx) is True where a key is seen, beside causal and window_size. They are Python
-    functions of scalars, traced once: operators, `if`, functions of NumPy, PyTorch, jax.numpy, math or `cuflash.mods`,
-    and `array[index, …]` of arrays that they refer to, whose values each call reads (indices outside are clamped).
-    `cuflash.mods` says in which types they compute: masks are exact for captured float64 and integers beyond int32.
-    block_mask: of `create_block_mask`, with its mask_mod; otherwise the call makes one. bias: an array to add,
-    broadcastable to (batch, heads_q, seqlen_q, seqlen_k) with any strides, of floats, or of bool (True is seen).
-    sinks (heads_q,), float32 or the dtype of q: one more logit of each head, without a value. A score of at most -1e37
-    weighs nothing. dropout_p in [0, 1): weights are dropped, and the others divided by the share that is kept; lse is
-    that without dropout. dropout_seed: an int of 64 bits, or an array of one such integer (two of 32 bits, the low one
-    first) on the device, so that CUDA graphs may be replayed with others. Equal seeds drop the same weights, in
-    `backward` too. All of these go with every algorithm but "standard".
+    Precision. Scores are float32, so a weight is off by up to 1e-7 |score| of itself (0.01 at 10^5). On a GPU, scores
+    past 10^8 may give NaN. |v| times seqlen_k must stay below 3.4e38; in bfloat16 on Hopper, |v| alone. On a GPU,
+    float32 inputs are computed as three TF32 products. There a visible infinite element gives NaN, and elements past
+    3.4e38 count as infinite. On Hopper, bfloat16 out is right to 1e-36 at best. Hopper's kernels round weights to 16
+    bits at the scale of a past maximum. So out is off by up to 1.1 times the error that an exact maximum leaves. With
+    score_mod it is up to 1.4 times, where one key outweighs all others.
 
-        slopes = cupy.array([0.5, 0.25])
-        out = cuflash.forward(q, k, v, causal=True, score_mod=lambda s, b, h, i, j: s - slopes[h] * abs(i - j))
+    Hidden keys. A mask hides k and v whatever they hold, with one exception. On a GPU, NaN or infinity in a hidden row
+    of v may reach some queries, the same in each run. Such a query is less than 128 rows (Hopper: 192) from a query
+    that sees a key less than 128 from that row. With algorithm="standard" it may be any query. Rows past a length
+    reach no query.
 
-    Raises ProblemError for arguments that fit no attention problem, UnsupportedError where this build or machine has no
-    kernel, CompileError where NVRTC refuses one.
+    References
+    ----------
+    FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
 
+    Examples
+    --------
     >>> import numpy as np, cuflash
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 4, 64), dtype="float32")
     >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
     >>> out.shape, lse.shape
     ((2, 100, 4, 64), (2, 4, 100))
 
-    Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
+    ALiBi of two heads, on a GPU.
+
+        slopes = cupy.array([0.5, 0.25])
+        out = cuflash.forward(q, k, v, causal=True, score_mod=lambda s, b, h, i, j: s - slopes[h] * abs(i - j))
     """
     if foreign:
         raise refuse_foreign(forward, foreign)
@@ -160,7 +227,7 @@ def forward(
         split_size=split_size,
         dropout_p=dropout_p,
     )
-    # why by the type first: no step of a repeated call may grow.
+    # Type check inlined: this is the hot path.
     return_lse = return_lse if type(return_lse) is bool else check_flag("return_lse", return_lse)
     outs, outputs = () if out is None else (out,), 1 + return_lse
     op = FORWARD

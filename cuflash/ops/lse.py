@@ -40,17 +40,84 @@ def lse(
     check: bool = False,
     **foreign: Never,
 ) -> Array:
-    """lse (batch, heads_q, seqlen_q) = log sum exp of the visible scores of each query: `forward`'s lse, without v.
+    """Returns the log-sum-exp of the visible scores of each query: `forward`'s lse, without v.
 
-    q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim) and all arguments as in `forward`.
-    float32 (float64 for float64), natural logarithm, -inf for a query that sees no key. Errors as in `forward`.
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim)
+        Queries, in the frameworks, dtypes and ranks of `forward`.
+    k : array (batch, seqlen_k, heads_kv, head_dim)
+        Keys, of the framework, device and dtype of q. heads_q is a multiple of heads_kv.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        Factor of the scores, from 1e-15 to 1e15.
+    causal : bool, default False
+        Hides later keys: key j is visible to query i iff `j <= i + diagonal_offset`.
+    window_size : tuple (left, right), default (-1, -1)
+        Numbers of keys that are visible left and right of the diagonal; -1 or None is open.
+    diagonal_offset : int, default seqlen_k - seqlen_q
+        Key index of the diagonal at query 0. The default aligns the diagonal bottom-right, 0 top-left.
+    softcap : float, default 0.0
+        A cap c > 0 turns scores into c·tanh(score / c); 0 is no cap.
+    cu_seqlens_q : int32 array (batch + 1,), optional
+        Offsets of packed queries: q is (total, heads_q, head_dim).
+    cu_seqlens_k : int32 array (batch + 1,), optional
+        Offsets of packed keys: k is (total, heads_kv, head_dim).
+    max_seqlen_q : int, optional
+        Upper bound of the queries of a variable-length sequence, if known.
+    max_seqlen_k : int, optional
+        Upper bound of the keys of a variable-length sequence, if known.
+    seqused_q : int32 array (batch,), optional
+        Number of used queries of each sequence.
+    seqused_k : int32 array (batch,), optional
+        Number of used keys of each sequence.
+    page_table : int32 array (batch, max_pages), optional
+        Pages of each sequence: k is (num_pages, page_size, heads_kv, head_dim).
+    cache_batch_idx : int32 array (batch,), optional
+        Row of k that holds the keys of each sequence.
+    num_splits : int, default 0
+        Upper bound of the thread blocks that share the keys of a query; 0 chooses.
+    split_size : int, optional
+        Switch for equal bits in every layout; any multiple of 128 has the same effect.
+    score_mod : callable (score, b, h, q_idx, k_idx), optional
+        Returns the score that replaces the scaled and capped one.
+    mask_mod : callable (b, h, q_idx, k_idx), optional
+        Returns True for visible keys.
+    block_mask : BlockMask, optional
+        Tiles of a mask, together with its mask_mod, from `create_block_mask`.
+    bias : array broadcastable to (batch, heads_q, seqlen_q, seqlen_k), optional
+        Floats to add to the scores, or bools: True is visible.
+    sinks : array (heads_q,), optional
+        One more logit of each head.
+    check : bool, default False
+        True reads the int32 arrays above from a GPU and validates them.
+
+    Returns
+    -------
+    lse : array (batch, heads_q, seqlen_q)
+        The natural logarithm of the sum of exp of the visible scores: float32, or float64 for float64. A query that
+        sees no key has -inf. For packed q it is (heads_q, total_q).
+
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `forward`.
+
+    Notes
+    -----
+    Every argument has the meaning and the limits that `forward` describes.
+
+    References
+    ----------
+    FlashAttention-2 (arXiv 2307.08691).
+
+    Examples
+    --------
+    Three keys, all of score 0.
 
     >>> import numpy as np, cuflash
     >>> q, k = np.zeros((1, 1, 1, 64)), np.ones((1, 3, 1, 64))
-    >>> np.exp(cuflash.lse(q, k)).round(6)  # three keys, all of score 0
+    >>> np.exp(cuflash.lse(q, k)).round(6)
     array([[[3.]]])
-
-    Source: FlashAttention-2, arXiv 2307.08691.
     """
     if foreign:
         raise refuse_foreign(lse, foreign)

@@ -1,4 +1,4 @@
-"""`cuflash.merge_states`: partial attention over disjoint keys becomes attention over all of them."""
+"""`cuflash.merge_states`: merges partial attention over disjoint keys into attention over all of them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,46 @@ from ..units import kind_of
 
 @answers_foreign
 def merge_states(outs: Iterable[Array], lses: Iterable[Any]) -> tuple[Array, Array]:
-    """(out, lse) of attention over the union of disjoint key sets, from the state over each: FLASH-D's blend.
+    """Returns (out, lse) of attention over the union of disjoint key sets, from the state over each.
 
-    outs: arrays (batch, seqlen, heads, head_dim_v), or one array of them along its first axis; lses: as many of
-    (batch, heads, seqlen), float32 (float64 with float64 outs). Ranks without batch or heads as in `forward`. out has
-    the dtype of outs; it is blended in float32 (float64). A state whose lse is -inf counts for nothing. What ring
-    attention and split keys need; keep the states in float32 (`forward(..., out_dtype="float32")`) to round only once.
+    Ring attention and split keys need it. Keep the states in float32 to round only once:
+    `forward(..., out_dtype="float32")`.
 
-    States are blended from the first to the last, 248 at once: of more, what the first ones give is the first state of
-    the rest. That changes no bit where outs are float32 (float64); 16-bit outs are rounded each time. Arrays that are
-    not contiguous are copied.
+    Parameters
+    ----------
+    outs : sequence of arrays (batch, seqlen, heads, head_dim_v)
+        Results of `forward`, one for each key set. One array that holds them along its first axis will do. The ranks
+        without batch or heads are accepted as in `forward`.
+    lses : sequence of arrays (batch, heads, seqlen)
+        As many lses, float32, or float64 with float64 outs. A state with lse -inf counts for nothing.
+
+    Returns
+    -------
+    out : array (batch, seqlen, heads, head_dim_v)
+        Attention over all keys, in the dtype of outs.
+    lse : array (batch, heads, seqlen)
+        Its lse.
+
+    Raises
+    ------
+    ProblemError
+        The states do not fit together.
+    UnsupportedError, CompileError
+        As in `forward`.
+
+    Notes
+    -----
+    States are blended in float32 (float64 for float64), from the first to the last, 248 at once. The result of the
+    first 248 is the first state of the rest. That changes no bit where outs are float32 or float64; 16-bit outs are
+    rounded each time. Arrays that are not contiguous are copied.
+
+    References
+    ----------
+    FLASH-D (arXiv 2505.14201), for the blend.
+
+    Examples
+    --------
+    Two halves of the keys.
 
     >>> import numpy as np, cuflash
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 4, 64), dtype="float32")
@@ -37,13 +67,11 @@ def merge_states(outs: Iterable[Array], lses: Iterable[Any]) -> tuple[Array, Arr
     >>> out, lse = cuflash.merge_states(outs, lses)
     >>> bool(np.allclose(out, cuflash.forward(q, k, v), atol=1e-6))
     True
-
-    Source: FLASH-D, arXiv 2505.14201.
     """
     outs, lses = _states("outs", outs), _states("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ProblemError(f"{len(outs)} outs and {len(lses)} lses; give one lse for each out, and at least one state")
-    if len(outs) > MAX_STATES:  # why: none may be refused when some are merged already
+    if len(outs) > MAX_STATES:  # validates all states before the first merge
         op, arrays = merge_op(len(outs)), (*outs, *lses)
         library, _ = libraries_of(op, arrays)
         validated(op, specs_of(op, library, arrays), Options())

@@ -1,7 +1,6 @@
-"""Mods: from the arguments of a public call to its op and to all that it reads.
+"""Resolves mods (score_mod, mask_mod, bias, sinks, dropout) of a public call into an op and its extra inputs.
 
-All of it is repeated by every call, so it finds what it made before: a function by what it refers to, the rest by
-digests.
+Every call does so. It reuses earlier work: functions are cached by the objects that they refer to, ops by digests.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ VarlenInputs = tuple[Any, ...]  # `VarlenArgs` that the op takes; () for a dense
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """Stand-in for an array of which only the shape and the dtype are known."""
+    """A placeholder array: shape and dtype only."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class ModArgs(NamedTuple):
-    """The arguments of a call that are of mods. Functions may be traced already."""
+    """The mod arguments of a public call. Functions may be traced already."""
 
     score_mod: Any = None
     mask_mod: Any = None
@@ -48,10 +47,10 @@ class ModArgs(NamedTuple):
 
 
 class ModCall(NamedTuple):
-    """An op, the arrays that it reads after those of the plain op, and the places of requested gradients.
+    """A resolved call: the op, its inputs after the plain op's, and the results to sum for each requested gradient.
 
-    needs_seed: whether the seed of dropout is to follow the arrays; then come the mask tiles. grads: of each gradient,
-    the numbers of the further results whose sum it is.
+    needs_seed: True if the seed of dropout follows the arrays; the mask tiles come last. grads: for each gradient,
+    indices among the results after dq, dk and dv.
     """
 
     op: Op
@@ -61,7 +60,7 @@ class ModCall(NamedTuple):
     grads: tuple[tuple[int, ...], ...]
 
     def inputs(self, dropout_seed: Any, q: Any) -> tuple[Any, ...]:
-        """Returns the arrays that are read after those of the plain op. A seed that is not needed is validated."""
+        """Returns the inputs after the plain op's. A seed that is not needed is validated."""
         if self.needs_seed:
             return self.inputs_with(seed_array(dropout_seed, q))
         if dropout_seed is not None:
@@ -69,7 +68,7 @@ class ModCall(NamedTuple):
         return self.inputs_with(None)
 
     def inputs_with(self, seed: Any) -> tuple[Any, ...]:
-        """Returns the arrays that are read after those of the plain op. seed: an array, if it is needed."""
+        """Returns the inputs after the plain op's. seed: an array, if it is needed."""
         return (*self.arrays, seed, *self.mask_tiles) if self.needs_seed else (*self.arrays, *self.mask_tiles)
 
     def captured_grads(self, sums: Sequence[Any]) -> tuple[Any, ...]:
@@ -80,9 +79,9 @@ class ModCall(NamedTuple):
 def resolve_mods(
     name: str, mod_args: ModArgs, varlen_args: VarlenInputs, options: Options, captured_grads: Any = None
 ) -> ModCall:
-    """Resolves the mods of a call of the op of that name into an op and its extra inputs.
+    """Resolves the mods of a call into an op and its extra inputs. name: the name of the plain op.
 
-    varlen_args: arrays of lengths that the op takes; () for a dense call. options: as they were given.
+    varlen_args: arrays of lengths that the op takes; () for a dense call. options: before validation.
     """
     score = _graph(mod_args.score_mod, "score_mod")
     mask, block_mask = _mask(mod_args, varlen_args)
@@ -122,8 +121,8 @@ def resolve_mods(
 class _CallKind(NamedTuple):
     """Common part of calls whose arguments are of the same kinds: the op, without requested gradients.
 
-    band: what is left of a mask that the arguments of a plain call could say, if it hides anything. has_mask: whether
-    the mask is a part of kernels.
+    band: the mask_mod as a band, applied like causal and window_size. It is None for other masks, and for a band that
+    hides nothing, unless it came as a block mask. has_mask: True if the mask is a part of kernels.
     """
 
     mod_spec: ModSpec
@@ -132,8 +131,8 @@ class _CallKind(NamedTuple):
     has_mask: bool
 
 
-# The op's name, whether it is dense, the digests of score_mod and mask_mod, what is known of a bias, whether there are
-# sinks, and dropout, the sizes of a block mask, and whether a mask may be said by the arguments of a plain call.
+# The op's name, is_dense, digests of score_mod and mask_mod, the bias, has_sinks, drops, sizes of the block mask, and
+# True if the arguments of a plain call can express the mask.
 _Key = tuple[str, bool, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool]
 MAX_KEYS = 1024
 _call_kinds: dict[_Key, _CallKind] = {}
@@ -152,7 +151,7 @@ def _call_kind(key: _Key, score: Graph | None, mask: Graph | None) -> _CallKind:
 
 
 def _op_of(key: _Key, kind: _CallKind, grads: tuple[int, ...]) -> Op:
-    """The op of a call of this kind with gradients of the arrays of these numbers."""
+    """Returns the op of a call of this kind. grads: numbers of the arrays whose gradients it returns."""
     name, is_dense, *_, sizes, _ = key
     op = kind.op
     if kind.mod_spec.changes:
@@ -165,7 +164,7 @@ def _graph(function: Any, kind: str) -> Graph | None:
 
 
 def _mask(mod_args: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, BlockMask | None]:
-    """The mask_mod of a call, and its block mask."""
+    """Returns the mask_mod of a call, and its block mask."""
     block_mask = mod_args.block_mask
     graph = _graph(mod_args.mask_mod, "mask_mod")
     if block_mask is None:
@@ -186,7 +185,7 @@ def _mask(mod_args: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, B
 
 
 def _fits(mask_band: Band, options: Options) -> bool:
-    """Returns whether a band counts from where the mask of the options does, or either of the two hides nothing."""
+    """True if the band and the options' mask use the same diagonal offset, or one of them is open."""
     window = options.window_size
     sides = window if isinstance(window, tuple | list) else (0,)
     is_open = all(side is None or (is_integer(side) and side == -1) for side in sides)
@@ -201,7 +200,7 @@ def _bias(bias: Any) -> Bias:
     library = None if isinstance(bias, Shaped) else library_of("bias", bias)
     try:
         shape, dtype = bias.shape, bias.dtype
-    except AttributeError:  # DLPack alone has neither
+    except AttributeError:  # arrays that only have DLPack
         assert library is not None
         spec = library.spec("bias", bias)
         shape, dtype = spec.shape, spec.dtype
@@ -216,7 +215,7 @@ def _bias(bias: Any) -> Bias:
 def _numbers(
     captured_grads: Any, mod_args: ModArgs, score: Graph | None, mod_spec: ModSpec, arrays: Sequence[Any], loaded: int
 ) -> tuple[tuple[int, ...], ...]:
-    """For each array of `captured_grads`, the numbers of it among those that may have gradients."""
+    """Returns, for each array of `captured_grads`, its numbers among the arrays that may have gradients."""
     if not isinstance(captured_grads, tuple | list):
         raise ProblemError(f"captured_grads is {kind_of(captured_grads)}; give a tuple of arrays, () for none")
     numbers = [*range(0 if score is None else len(score.arrays))]

@@ -1,4 +1,4 @@
-"""`cuflash.plan`: what a call would run, without running it."""
+"""`cuflash.plan`: the plan of a call, which does not run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..problem.problem import Problem
 from .dropout_seed import seed_number
 from .mods import ModArgs, Shaped, resolve_mods
 
-SHAPES = (tuple, list)  # of integers, which stand for arrays
+SHAPES = (tuple, list)  # types of shapes, which may stand for arrays
 
 
 @answers_foreign
@@ -75,16 +75,99 @@ def plan(
     dropout_seed: Any = None,
     captured_grads: Sequence[Any] | None = None,
 ) -> Plan:
-    """Kernels, tiles, grids and memory of a call; print it, read its fields, compare it, pickle it or copy it.
+    """Returns the plan of a call: its kernels, tiles, grids and memory.
 
-    q, k, v, the arrays that tell lengths and, for forward, out: arrays as in `forward`, whose strides and alignment
-    count as they do there; or their shapes as tuples or lists together with `dtype`, that of q ("float16", "bfloat16",
-    "float32", or a dtype object such as numpy.float16), which stand for dense, aligned arrays. So may bias and sinks,
-    in captured_grads too; functions refer to arrays as they do in calls, and dropout_seed may be left out.
-    op: "forward", "lse" (without v) or "backward" (plain or `deterministic`). device: "cpu", "cuda:0", or an
-    architecture such as "sm_90", which needs no GPU; default: where the arrays are, and for shapes the first GPU, or
-    the CPU where there is none. All other arguments are those of `forward`, and captured_grads that of `backward`.
-    Raises the errors of the call.
+    Nothing runs. A plan can be printed, compared, pickled and copied. Shapes may stand for arrays, and the name of an
+    architecture for a GPU.
+
+    Parameters
+    ----------
+    q : array, or shape (batch, seqlen_q, heads_q, head_dim)
+        Queries. Strides and alignment of an array count, as in `forward`. A shape is a tuple or list, needs dtype,
+        and stands for a dense, aligned array.
+    k : array, or shape (batch, seqlen_k, heads_kv, head_dim)
+        Keys.
+    v : array, or shape (batch, seqlen_k, heads_kv, head_dim_v)
+        Values. Leave it out for op="lse".
+    op : {"forward", "lse", "backward"}, default "forward"
+        Name of the call.
+    deterministic : bool, default False
+        True plans bitwise repeatable gradients. Only for op="backward".
+    device : str, optional
+        "cpu", "cuda:0", or an architecture such as "sm_90", which needs no GPU. The default is the device of the
+        arrays. For shapes it is the first GPU, or the CPU if there is none.
+    dtype : str or dtype object, optional
+        Dtype of q, only with shapes: "float16", "bfloat16", "float32", "float64", or an object such as numpy.float16.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        Factor of the scores.
+    causal : bool, default False
+        Hides later keys.
+    window_size : tuple (left, right), default (-1, -1)
+        Numbers of keys that are visible left and right of the diagonal; -1 or None is open.
+    diagonal_offset : int, default seqlen_k - seqlen_q
+        Key index of the diagonal at query 0.
+    softcap : float, default 0.0
+        A cap c > 0 turns scores into c·tanh(score / c); 0 is no cap.
+    algorithm : {"flash2", "flash1", "flashd", "standard"}, default "flash2"
+        Algorithm. Only for op="forward".
+    out : array, or shape (batch, seqlen_q, heads_q, head_dim_v), optional
+        Array to write the result to. Only for op="forward".
+    out_dtype : "float32" or dtype object, optional
+        Dtype of out. Only for op="forward".
+    cu_seqlens_q : int32 array, or shape (batch + 1,), optional
+        Offsets of packed queries.
+    cu_seqlens_k : int32 array, or shape (batch + 1,), optional
+        Offsets of packed keys and values.
+    max_seqlen_q : int, optional
+        Upper bound of the queries of a variable-length sequence.
+    max_seqlen_k : int, optional
+        Upper bound of the keys of a variable-length sequence.
+    seqused_q : int32 array, or shape (batch,), optional
+        Number of used queries of each sequence.
+    seqused_k : int32 array, or shape (batch,), optional
+        Number of used keys of each sequence.
+    page_table : int32 array, or shape (batch, max_pages), optional
+        Pages of each sequence. Not for op="backward".
+    cache_batch_idx : int32 array, or shape (batch,), optional
+        Row of k and v that holds the keys of each sequence. Not for op="backward".
+    num_splits : int, default 0
+        Upper bound of the thread blocks that share the keys of a query; 0 chooses. Not for op="backward".
+    split_size : int, optional
+        Switch for equal bits in every layout. Not for op="backward".
+    score_mod : callable (score, b, h, q_idx, k_idx), optional
+        Returns the score that replaces the scaled and capped one. It refers to arrays, as in calls.
+    mask_mod : callable (b, h, q_idx, k_idx), optional
+        Returns True for visible keys. It refers to arrays, as in calls.
+    block_mask : BlockMask, optional
+        Tiles of a mask, together with its mask_mod, from `create_block_mask`.
+    bias : array, or shape broadcastable to (batch, heads_q, seqlen_q, seqlen_k), optional
+        Floats to add to the scores, or bools: True is visible.
+    sinks : array, or shape (heads_q,), optional
+        One more logit of each head, without a value.
+    dropout_p : float, default 0.0
+        Fraction of weights to drop, in [0, 1). Not for op="lse".
+    dropout_seed : int or array, optional
+        Seed of dropout. It may be left out.
+    captured_grads : tuple of arrays or shapes, optional
+        Arrays whose gradients are returned; shapes stand for the bias and the sinks. Only for op="backward".
+
+    Returns
+    -------
+    plan : Plan
+        A frozen value whose fields hold what its text shows.
+
+    Raises
+    ------
+    ProblemError, UnsupportedError
+        As in the call.
+
+    Notes
+    -----
+    Every argument that `forward` or `backward` has, too, has the meaning and the limits described there.
+
+    Examples
+    --------
+    A causal forward on Hopper, by shapes.
 
     >>> import cuflash
     >>> q, kv = (1, 4096, 32, 128), (1, 4096, 8, 128)
@@ -163,14 +246,14 @@ def plan(
 
 
 def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
-    """An array as the kernels get it, which is a copy where its last dimension has gaps; and whether it is aligned."""
+    """Returns an array as the kernels read it, and True if it is aligned. A strided last dimension is copied first."""
     if not isinstance(operand, SHAPES):
         library = library_of(name, operand)
         spec = library.spec(name, operand)
         if dtype is not None:
             raise ProblemError(f"dtype={dtype!r} goes with shapes; {name} is an array and has its own")
         if name == "out":
-            check_output(name, spec)  # why here: the problem sees the copy
+            check_output(name, spec)  # the copy below hides its strides
         if spec.last_dim_strided:
             return spec.with_packed_strides(), True
         if not library.on_gpu(operand):
@@ -184,14 +267,14 @@ def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
 
 
 def _shape(name: str, lengths: Any) -> tuple[int, ...]:
-    """A shape that was given in place of an array. why int: NumPy's integers would overflow in products of them."""
+    """Returns a shape given in place of an array, as ints: products of NumPy's integers would overflow."""
     if not all(is_integer(x) and int(x) >= 0 for x in lengths):
         raise ProblemError(f"{name} has shape {lengths}; give lengths that are integers of 0 and more")
     return tuple(map(int, lengths))
 
 
 def _of_shapes(captured_grads: Any, shaped: dict[str, Shaped]) -> Any:
-    """Returns captured_grads with what stands for the bias or the sinks in place of their shapes, each once."""
+    """Returns captured_grads with stand-ins of the bias and the sinks in place of their shapes, each once."""
     if not isinstance(captured_grads, SHAPES):
         return captured_grads
     rest, arrays = list(shaped.values()), []
@@ -203,7 +286,7 @@ def _of_shapes(captured_grads: Any, shaped: dict[str, Shaped]) -> Any:
 
 
 def _spec_like(name: str, x: Any, q: ArraySpec, dtype: str | None) -> ArraySpec:
-    """A captured array. Beside shapes it counts as one of their framework and device."""
+    """Returns the spec of a captured array. Beside shapes it takes their framework and device."""
     if isinstance(x, Shaped):
         return ArraySpec.contiguous(x.shape, x.dtype, q.device, q.library)
     spec = library_of(name, x).spec(name, x)

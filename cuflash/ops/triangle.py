@@ -1,4 +1,4 @@
-"""`cuflash.triangle_attention`: attention along the rows of a matrix of pairs, as structure prediction has it."""
+"""`cuflash.triangle_attention`: attention along the rows of a matrix of pairs, as in structure prediction."""
 
 from __future__ import annotations
 
@@ -25,23 +25,49 @@ def triangle_attention(
     *,
     softmax_scale: float | None = None,
 ) -> Array:
-    """Attention inside each row of a matrix, `softmax(mask(softmax_scale q kᵀ + bias)) v`, with one bias for all rows.
+    """Returns attention inside each row of a matrix, `softmax(mask(softmax_scale q kᵀ + bias)) v`.
 
-    q (batch, rows, heads, seqlen_q, head_dim), k and v (batch, rows, heads_kv, seqlen_k, head_dim): arrays and dtypes
-    as in `forward`. bias (batch, heads, seqlen_q, seqlen_k): floats, of which no copy is made for the rows. mask
-    (batch, rows, seqlen_k): bool, True for keys that are seen; a query that sees none has out 0. softmax_scale: default
-    1/sqrt(head_dim). Returns (batch, rows, heads, seqlen_q, head_dim_v). Errors as in `forward`.
-    With gradients it is `cuflash.frameworks.torch.triangle_attention` and `cuflash.frameworks.jax.triangle_attention`.
+    All rows share one bias. With gradients it is `cuflash.frameworks.torch.triangle_attention` and
+    `cuflash.frameworks.jax.triangle_attention`.
 
-        out = cuflash.triangle_attention(q, k, v, pair_bias, mask)
+    Parameters
+    ----------
+    q : array (batch, rows, heads, seqlen_q, head_dim)
+        Queries, in the frameworks and dtypes of `forward`.
+    k : array (batch, rows, heads_kv, seqlen_k, head_dim)
+        Keys, of the framework, device and dtype of q.
+    v : array (batch, rows, heads_kv, seqlen_k, head_dim_v)
+        Values, like k.
+    bias : array (batch, heads, seqlen_q, seqlen_k)
+        Floats to add to the scores of every row. They are not copied for the rows.
+    mask : bool array (batch, rows, seqlen_k), optional
+        True for visible keys. A query that sees no key has out 0.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        Factor of the scores, from 1e-15 to 1e15.
+
+    Returns
+    -------
+    out : array (batch, rows, heads, seqlen_q, head_dim_v)
+        Attention, in the framework and dtype of q.
+
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `forward`.
+
+    References
+    ----------
+    AlphaFold 2 (doi 10.1038/s41586-021-03819-2), supplement, algorithm 13.
+
+    Examples
+    --------
+    A matrix of 50 x 50 pairs, 4 heads.
 
     >>> import numpy as np, cuflash
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 50, 4, 50, 32), dtype="float32")
     >>> bias, mask = np.zeros((1, 4, 50, 50), "float32"), np.ones((1, 50, 50), bool)
     >>> cuflash.triangle_attention(q, k, v, bias, mask).shape
     (1, 50, 4, 50, 32)
-
-    Source: AlphaFold 2 (doi 10.1038/s41586-021-03819-2), supplement, algorithm 13.
     """
     out: Array = attended(forward, _dtype, _numbers, q, k, v, bias, mask, softmax_scale)
     return out
@@ -60,8 +86,8 @@ def attended(
 ) -> Any:
     """Returns triangle attention by `attend(q, k, v, …)`, a call of attention, here or in a framework.
 
-    dtype_of: the name of the dtype of an argument, which is checked to be an array. numbers: 0, 1, … as integers,
-    beside an array.
+    dtype_of: validates that an argument is an array and returns the name of its dtype. numbers: returns 0, 1, … as
+    integers, beside an array.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
         shape = {"bias": "(batch, heads, seqlen_q, seqlen_k)", "mask": "(batch, rows, seqlen_k)"}.get(name, LAYOUT)
@@ -71,7 +97,7 @@ def attended(
         if dtype not in kinds:
             raise ProblemError(f"{name} has dtype {dtype}; give {', '.join(kinds)}")
         if len(x.shape) != shape.count(",") + 1 or (name in "kv" and x.shape[:2] != q.shape[:2]):
-            raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {shape}, where batch and rows are those of q")
+            raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {shape}, with the batch and rows of q")
     batch, rows, heads, seqlen_q = q.shape[:4]
     seqlen_k = k.shape[3]
     whole = batch, heads, seqlen_q, seqlen_k
@@ -104,7 +130,7 @@ def _rows_as_batch(x: Any) -> Any:
 
 
 def _biased(bias: Any, batch_of: Any) -> Any:
-    # why an array of the batches: a number of rows in the function would be a kernel of its own for each.
+    # batch_of is an array, as a number of rows in the function would compile one kernel for each number.
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score + bias[batch_of[b], h, q_idx, k_idx]
 

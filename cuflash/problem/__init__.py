@@ -1,1 +1,1 @@
-"""*What* is computed: arguments are validated here, and nowhere else, and become one frozen `Problem`."""
+"""Validates the arguments of a call, here and nowhere else, into one frozen `Problem`: *what* is computed."""

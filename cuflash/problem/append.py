@@ -1,4 +1,4 @@
-"""`append_kv`: which arrays belong together, and which shapes fit. Lengths are in the memory of the device alone."""
+"""Validates the arrays of `append_kv` and their shapes. Lengths are in the memory of the device, and not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .seqlen_info import CACHE, PACKED, PAGES, VARLEN_LAYOUTS, packed_hint, rank
 NEW = "(batch, seqlen, heads, head_dim)"
 _FLOATS = ("k_cache", "v_cache", "k", "v", "q")
 _LAYOUTS = VARLEN_LAYOUTS | dict.fromkeys(("rotary_cos", "rotary_sin"), "(positions, rotary_dim / 2)")
-# An array of the first name has a meaning only beside one of the second; what to do otherwise.
+# (argument, another one that it needs, hint for errors).
 _BESIDE = (
     ("cu_seqlens_q", "q", "give q, or leave cu_seqlens_q=None"),
     ("rotary_cos", "rotary_sin", "give both, or neither"),
@@ -24,7 +24,7 @@ Named = Mapping[str, ArraySpec]
 
 
 def validated(op: Op, specs: Sequence[ArraySpec | None]) -> tuple[dict[str, int], tuple[ArraySpec | None, ...]]:
-    """The lengths of all axes of a call, and the specs of all of its operands; without q, its lengths are 0."""
+    """Validates a call; returns the lengths of all axes and the specs of all operands. Without q, its lengths are 0."""
     named = {x.name: spec for x, spec in zip(op.inputs, specs, strict=False) if spec is not None}
     _check_together(named)
     _check_ranks(named)
@@ -114,7 +114,7 @@ def _check_sizes(named: Named, axes: Mapping[str, int]) -> None:
 
 
 def _check_written(name: str, spec: ArraySpec) -> None:
-    """Validates an input that is written to, so that a copy cannot take its place."""
+    """Validates an input that is written to, which no copy can replace."""
     if spec.last_dim_strided:
         raise ProblemError(
             f"{name} has shape {spec.shape} and strides {spec.strides}: its last dimension is not contiguous, and it "

@@ -1,4 +1,4 @@
-"""Arrays without their memory: shape, strides, dtype, device and library, all that is validated before a call runs."""
+"""Arrays without their memory: shape, strides, dtype, device and library, as validation needs them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ArraySpec(NamedTuple):
         return self._replace(strides=packed_strides(self.shape))
 
     def as_4d(self) -> ArraySpec:
-        """Returns the array seen as (batch, seqlen, heads, head_dim): a missing batch or heads axis has length 1."""
+        """Returns the array viewed as (batch, seqlen, heads, head_dim): a missing batch or heads axis has length 1."""
         shape, strides = self.shape, self.strides
         if len(shape) == 4:
             return self
@@ -55,24 +55,24 @@ class ArraySpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all elements."""
+        """Bytes of all elements, without gaps."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def last_dim_strided(self) -> bool:
-        """True where the last dimension is not contiguous: the kernels cannot read such an array, so it is copied."""
+        """True if the last dimension is not contiguous. Kernels cannot read such an array, so it is copied."""
         return self.strides[-1:] != (1,) and len(self.shape) > 1 and self.shape[-1] > 1 and 0 not in self.shape
 
     @property
     def has_packed_strides(self) -> bool:
-        """True where it is C-contiguous, strides of axes of length 1 included."""
+        """True if the array is C-contiguous, strides of axes of length 1 included."""
         return self.strides == packed_strides(self.shape)
 
     @property
     def span(self) -> tuple[int, int]:
-        """The bytes `begin … end - 1` in which all elements lie, counted from the first one. Others may lie there too.
+        """The byte range `begin … end - 1` that holds all elements, relative to the first one; (0, 0) without elements.
 
-        It is (0, 0) for an array without elements.
+        Other arrays may lie in its gaps.
         """
         if 0 in self.shape:
             return 0, 0
@@ -82,7 +82,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def has_aligned_rows(self) -> bool:
-        """True where every row begins at a multiple of 16 bytes if the first element does."""
+        """True if every row begins at a multiple of 16 bytes, given that the first element does."""
         size = self.itemsize
         return not any(stride * size % 16 for stride in self.strides[:-1])
 
@@ -90,25 +90,25 @@ class ArraySpec(NamedTuple):
         return f"{self.library} {self.dtype}{list(self.shape)} on {self.device}"
 
 
-# How much NumPy may search for a common byte. why: with hostile strides it would search for minutes, and meanwhile no
-# other thread of Python runs. So much takes a tenth of a second, and real layouts
-# need less than a tenth of it.
+# The first address of placeholders, and the limit of NumPy's search for a common byte. The limit takes a tenth of a
+# second, and real layouts need less than a tenth of it. Without it, hostile strides block all Python threads for
+# minutes.
 _FAR, _MOST_WORK = 2**60, 100_000
 
 
 def overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool | None:
-    """Returns whether two NumPy arrays share bytes of elements; None where their strides make it too long to tell."""
+    """Returns True if two NumPy arrays share bytes of elements; None if their strides make the search too long."""
     try:
         return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except (np.exceptions.TooHardError, OverflowError):
         return None
 
 
-@lru_cache(maxsize=1024)  # why: parts of one array that are handed over again lie as far apart as before
+@lru_cache(maxsize=1024)  # parts of one array keep their distance in later calls
 def share_memory(first: ArraySpec, second: ArraySpec, distance: int) -> bool:
-    """Returns whether two arrays share bytes of elements; the second begins `distance` bytes behind the first.
+    """Returns True if two arrays share bytes of elements; the second begins `distance` bytes behind the first.
 
-    It raises ProblemError where their strides make it too long to tell.
+    Raises ProblemError if their strides make the search too long.
     """
     pair = (first, 0), (second, distance)
     is_shared = overlap(*[_placeholder(spec.shape, spec.strides, spec.itemsize, begin) for spec, begin in pair])
@@ -123,7 +123,7 @@ def share_memory(first: ArraySpec, second: ArraySpec, distance: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def repeats_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | None:
-    """Returns whether two elements of an array of such strides are one; None where it takes too long to tell."""
+    """Returns True if two elements of an array of these strides share memory; None if the search takes too long."""
     if 0 in shape:
         return False
     reach = 0
@@ -131,10 +131,10 @@ def repeats_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | N
         if length > 1 and stride <= reach:
             break
         reach += stride * (length - 1)
-    else:  # each step goes past all that the smaller ones reach
+    else:  # each stride exceeds the reach of all smaller ones
         return False
-    # Two elements differ first in one of the axes, where one of them may be taken to stand at index 0: for each axis,
-    # the question is whether that part of the array shares an element with the part behind it.
+    # Two indices of one element differ first in some axis, where the smaller may count as 0. So for each axis, index 0
+    # is compared with the indices behind it.
     whole = _placeholder(shape, strides)
     parts = [whole[(0,) * axis] for axis in range(len(shape))]
     overlaps = [overlap(part[:1], part[1:]) for part in parts]
@@ -144,7 +144,7 @@ def repeats_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | N
 def _placeholder(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 1, begin: int = 0
 ) -> np.ndarray[Any, Any]:
-    """Returns an array at an address where there is no memory. Its elements are never read."""
+    """Returns an array at an address without memory. Its elements are never read."""
     steps = tuple([stride * itemsize for stride in strides])
     place = {"version": 3, "data": (_FAR + begin, True), "shape": shape, "strides": steps, "typestr": f"|V{itemsize}"}
     return np.asarray(SimpleNamespace(__array_interface__=place))

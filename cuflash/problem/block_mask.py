@@ -1,4 +1,4 @@
-"""`create_block_mask`: which lengths it may be of. No array has them but those that tell the lengths of sequences."""
+"""Validates the lengths and arrays of `create_block_mask`. Only arrays of lengths have any of these lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ValidatedMask = tuple[Sizes, SeqlenInfo | None, tuple[ArraySpec | None, ...]]
 
 
 def check_sizes(batch: object, heads: object, seqlen_q: object, seqlen_k: object) -> Sizes:
-    """The lengths of a block mask, if it may have them."""
+    """Returns the lengths of a block mask as integers, if they are in range."""
     sizes = Sizes(*map(check_integer, Sizes._fields, (batch, heads, seqlen_q, seqlen_k)))
     for name, size in zip(Sizes._fields, sizes, strict=True):
         least = 1 if name == "heads" else 0
@@ -27,9 +27,9 @@ def check_sizes(batch: object, heads: object, seqlen_q: object, seqlen_k: object
 
 
 def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedMask:
-    """The lengths of a block mask, where its sequences lie if arrays tell it, and the specs of all operands.
+    """Validates a call; returns its lengths, the layout of variable-length sequences, and the specs of all operands.
 
-    Packed sequences may lie in any number of rows, so their lengths alone are bounded.
+    Packed sequences may lie in any number of rows: only the lengths of one are bounded.
     """
     sizes: Any = op.sizes
     like: Any = specs[0]

@@ -1,4 +1,4 @@
-"""Checks of a single array of a call, or of all of them, alike for every op."""
+"""Checks of one array of a call, or of all its arrays, for every op."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from ..units import with_article
 from .array_spec import ArraySpec, repeats_memory
 from .dtypes import check_dtype
 
-# The sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels, and so must the position of a
-# new key: a used length and the number of a new row.
+# Kernels add a query index, a tile and a mask bound in 32 bits, and for a new key a used length and a row number.
 MAX_SEQLEN = MAX_INDEX + 1 - 4096
 
 
-# Names of axes in errors, where those of an operand are others.
+# Names of axes in errors, for axes of operands with other names.
 _AXES = {
     "batch_q": "batch",
     "batch_k": "batch",
@@ -27,7 +26,7 @@ _AXES = {
 
 
 def axes_text(axes: Sequence[str]) -> str:
-    """Returns the names of an operand's axes as users know them."""
+    """Returns the names of an operand's axes as in the documentation."""
     names = [_AXES.get(axis, axis) for axis in axes]
     return f"({', '.join(names)}{',' * (len(names) == 1)})"
 
@@ -41,9 +40,9 @@ def check_operand(
     axes: Sequence[str],
     first_name: str = "q",
 ) -> None:
-    """Validates an array of a call against the problem that the first ones describe.
+    """Validates an array against the problem that the first arrays describe.
 
-    axes: names of the shape's. first_name: that of the first array.
+    axes: names of the axes of `shape`. first_name: the name of the first array.
     """
     if spec.library != first.library or spec.device != first.device:
         expected = f"{first.library} array on {first.device}"
@@ -57,7 +56,7 @@ def check_operand(
 
 
 def check_output(name: str, spec: ArraySpec) -> None:
-    """Validates an array that a call is to write to."""
+    """Validates an array that a call writes to: its elements must not share memory."""
     repeats = repeats_memory(spec.shape, spec.strides)
     if repeats is not False:
         cause = "rows share memory" if repeats else "it takes too long to tell whether rows share memory"
@@ -65,7 +64,7 @@ def check_output(name: str, spec: ArraySpec) -> None:
 
 
 def check_alike(named: dict[str, ArraySpec]) -> None:
-    """Validates library, device and dtype of operands, which must all be those of the first."""
+    """Validates that all operands have the library, device and dtype of the first."""
     first_name, first = next(iter(named.items()))
     check_dtype(first_name, first.dtype)
     home = first.dtype, first.device, first.library

@@ -1,8 +1,8 @@
-"""The share of weights that dropout keeps, which host and device must count alike."""
+"""The fraction of weights that dropout keeps. Host and device round it alike."""
 
-SHARES = 1 << 16  # 16 bits decide about a weight
+SHARES = 1 << 16  # dropout compares 16 random bits for each weight
 
 
 def share_kept(dropout_p: float) -> int:
-    """Returns how many of 2^16 weights stay. These are divided by exactly this share."""
+    """Returns how many of 2^16 weights stay. Weights are divided by exactly this fraction."""
     return round((1.0 - dropout_p) * SHARES)

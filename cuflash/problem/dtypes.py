@@ -1,4 +1,4 @@
-"""One row for each dtype: everything in which the host treats dtypes differently."""
+"""Dtypes of attention: one row for each holds all that the host treats differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..mods.tracing.operand import name_of_dtype
 
 
 class Dtype(NamedTuple):
-    """A dtype that attention is defined for. The codes are None where no kernel takes the dtype.
+    """A dtype of attention. Codes are None if no kernel takes the dtype.
 
     Sources: CUDA driver API, "Tensor Map Object Management" (tma); `xla/ffi/api/c_api.h` (xla).
     """
@@ -35,24 +35,24 @@ DTYPES = {
     )
 }
 _INTEGERS = {"bool": 1} | {f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)}
-ITEMSIZE = _INTEGERS | {name: row.itemsize for name, row in DTYPES.items()}  # of all arrays that a call may take
+ITEMSIZE = _INTEGERS | {name: row.itemsize for name, row in DTYPES.items()}  # bytes of an element
 GPU_DTYPES = tuple(name for name, row in DTYPES.items() if row.cuda is not None)
 
 
 def is_dtype(value: Any) -> bool:
-    """Returns whether it is a dtype object of an array library, such as numpy.float16, and not the name of one."""
+    """Returns True for a dtype object of an array library, such as numpy.float16; False for the name of a dtype."""
     return isinstance(value, (np.dtype, type)) or type(value).__name__ in ("dtype", "DType")
 
 
 def named_dtype(value: Any) -> Any:
-    """Returns the name of the dtype that a dtype object stands for; anything else as it is, for `check_dtype`."""
-    is_native = getattr(value, "isnative", True)  # why: no kernel reads bytes in another order
+    """Returns the name of a dtype object. Any other value is returned unchanged, for `check_dtype`."""
+    is_native = getattr(value, "isnative", True)  # kernels read native byte order
     name = name_of_dtype(value) if is_dtype(value) and is_native is not False else None
     return name if name in DTYPES else value
 
 
 def check_dtype(name: str, dtype: str) -> str:
-    """`dtype` if it is one that attention is defined for here."""
+    """Returns `dtype` if attention is defined for it."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ProblemError(f"{name} has dtype {dtype}; give one of {', '.join(DTYPES)} (cast with astype or to)")
     return dtype

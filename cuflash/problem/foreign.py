@@ -1,4 +1,4 @@
-"""Names of other attention libraries, and what stands for each here: keywords of calls, and functions."""
+"""Translates names of other attention libraries, keywords and functions, for the text of errors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Refusal = TypeVar("Refusal", bound=Exception)
 
 
 class Argument(NamedTuple):
-    """An argument under all of its names. `names` are those of functions of cuflash, `foreign` those of others.
+    """An argument under all of its names: `names` in functions of cuflash, `foreign` in other libraries.
 
-    A name such as "cu_seqlens_q cu_seqlens_k" is two arguments that stand for it together. unless: a parameter of
-    functions in which another argument stands for those names.
+    A name such as "cu_seqlens_q cu_seqlens_k" is two arguments that replace a foreign one together. unless: a
+    parameter; in functions that have it, another row replaces these foreign names.
     """
 
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ ARGUMENTS = (
     Argument(("mask",), _MASKS, "bools, True for keys that are seen"),
     Argument(("block_mask",), f"{_MASKS} segment_ids document_ids", "of create_block_mask", unless="mask_mod"),
     Argument(("block_mask",), "block_sparse_tensors", "of create_block_mask"),
-    Argument(("dropout_p",), "dropout p attention_dropout p_dropout", "the share to drop"),
+    Argument(("dropout_p",), "dropout p attention_dropout p_dropout", "the fraction of weights to drop"),
     Argument(("dropout_seed",), "seed philox_seed rng_state dropout_rng", "an integer or an array of one"),
     Argument(("window_size", "local_window_size", "sliding_window"), "window window_left window_size_left "
              "window_size_right", "the keys beside the diagonal"),
@@ -83,7 +83,7 @@ ARGUMENTS = (
     Argument(("outs",), "out_partial v_a v_b s_out prefix_output suffix_output output v", "the outs of all parts"),
     Argument(("lses",), "lse_partial s_a s_b prefix_lse suffix_lse output_lse s", "the lses of all parts"),
 )  # fmt: skip
-# Keywords that nothing stands for, in any function, and why.
+# Keywords without a replacement in any function, and the reason.
 NEEDLESS = {
     **dict.fromkeys(("enable_gqa", "num_kv_heads", "n_rep"), "heads_q may be any multiple of heads_kv"),
     **dict.fromkeys(("layout", "tensor_layout", "qkv_layout", "input_layout", "kv_layout"),
@@ -93,9 +93,9 @@ NEEDLESS = {
     "BLOCK_SIZE": "tiles are 64 queries x 64 keys",
     "_compile": "functions are traced once, and become a part of a kernel",
 }  # fmt: skip
-_FIRST = "forward", "attention"  # functions that an answer names before others
+_FIRST = "forward", "attention"  # functions that errors name first
 _TORCH, _FLASH_ATTN = "cuflash.frameworks.torch", "cuflash.frameworks.flash_attn"
-# Functions of others, and of our packages that importing cuflash leaves out.
+# Functions of other libraries, and packages of cuflash that `import cuflash` leaves out.
 FUNCTIONS = {
     **dict.fromkeys(("attention", "attn", "flash_attention", "flash_attn", "mha", "sdp_attention"),
                     "cuflash.forward; with gradients attention of cuflash.frameworks.torch or .jax"),
@@ -117,14 +117,14 @@ FUNCTIONS = {
     "alibi": "cuflash.mods.alibi",
     **{name: f"import cuflash.{name} first" for name in ("frameworks", "testing", "tools")},
 }  # fmt: skip
-_functions: list[Callable[..., Any]] = []  # those that answer, of packages that were imported
+_functions: list[Callable[..., Any]] = []  # public functions of the imported packages
 
 
 def answers_foreign(function: Call) -> Call:
-    """Decorates a public function: its error for a keyword that it does not take names what stands for it.
+    """Decorates a public function: its error for an unknown keyword names the parameter that replaces it.
 
-    A function that takes `**foreign` calls `refuse_foreign` itself and is returned as it is, as a wrapper would cost
-    each repeated call 0.3 µs. Its signature then lacks `**foreign`.
+    A function with `**foreign` calls `refuse_foreign` itself and is returned unchanged, as a wrapper would cost each
+    repeated call 0.3 µs. Its signature then lacks `**foreign`.
     """
     _functions.append(function)
     signature = inspect.signature(function)
@@ -146,7 +146,7 @@ def answers_foreign(function: Call) -> Call:
 
 
 def refuse_foreign(function: Callable[..., Any], foreign: Iterable[str]) -> TypeError:
-    """Returns the error of keywords that a function does not take, which names those that stand for them."""
+    """Returns the error for unknown keywords of a function, with the parameters that replace them."""
     texts = [f"got an unexpected keyword argument {keyword!r}; {_answer(function, keyword)}" for keyword in foreign]
     return TypeError(f"{function.__name__}() {'. It '.join(texts)}")
 
@@ -178,7 +178,7 @@ def _home(function: Callable[..., Any]) -> str:
 
 
 def _phrases(keyword: str, names: Iterable[str]) -> str:
-    """Returns which of these parameters stand for a keyword, in words; "" if none does."""
+    """Returns the parameters in `names` that replace a keyword, in words; "" if there are none."""
     phrases = []
     for argument in ARGUMENTS:
         if argument.unless not in names and keyword in (*argument.names, *argument.foreign.split()):
@@ -189,16 +189,16 @@ def _phrases(keyword: str, names: Iterable[str]) -> str:
 
 
 def renamed(error: Refusal, names: Mapping[str, str]) -> Refusal:
-    """Returns an error of a call with the caller's names of its arguments. names: from those of cuflash to these.
+    """Returns an error of a call with other names of arguments. names: maps cuflash's names to these.
 
-    Parts of paths stay as they are.
+    Parts of paths stay unchanged.
     """
     text = re.sub(r"(?<![\w./\\])[a-z_]+(?![\w/\\]|\.py)", lambda match: names.get(match[0], match[0]), str(error))
     return type(error)(text).with_traceback(error.__traceback__)
 
 
 def no_attribute(name: str, public: Iterable[str]) -> AttributeError:
-    """Returns the error of a name that the package does not have. public: those that it has."""
+    """Returns the error for a name that the package lacks. public: its names."""
     answer = FUNCTIONS.get(name) or next(iter(difflib.get_close_matches(name, public, 1)), None)
     hint = "" if answer is None else f"; use {answer}"
     return AttributeError(f"module 'cuflash' has no attribute {name!r}{hint}", name=name)

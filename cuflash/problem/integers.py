@@ -1,7 +1,7 @@
-"""Checks of the values of integers: lengths of sequences and places of keys, where the host may read them.
+"""Checks the values of integers, lengths of sequences and positions of keys, where the host may read them.
 
-Kernels trust no integer: they clamp lengths and skip keys that have no place. That keeps memory safe, but a slip of the
-caller gives rows of zeros in silence.
+Kernels clamp lengths and skip keys in missing pages or rows. That keeps memory safe, but wrong integers would silently
+give rows of zeros.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .problem import Problem
 from .seqlen_info import OPEN
 
 Values = np.ndarray[Any, Any]
-MAX_SHOWN = 8  # numbers of an array in an error
+MAX_SHOWN = 8  # elements of an array in an error
 
 
 def integer_names(problem: Problem) -> list[str]:
-    """Returns the names of the arrays of integers that a call has."""
+    """Returns the names of a call's arrays of integers."""
     pairs = zip(problem.op.inputs, problem.specs, strict=False)
     return [operand.name for operand, spec in pairs if operand.dtype == INTEGERS and spec is not None]
 
 
 def check_integers(problem: Problem, arrays: Mapping[str, Any]) -> None:
-    """Validates the values of a call's integers, NumPy arrays by name; others among the arrays are not read.
+    """Validates the values of a call's integers. arrays: NumPy arrays by name; only arrays of integers are read.
 
-    cu_seqlens begin at 0, or anywhere beside seqused of that side, never decrease and end within the rows. seqused are
-    lengths that the sequences have room for; of keys that no query or new key needs, they may be anything. Keys that a
-    query may see, and those that `append_kv` writes, lie in pages, or rows of the cache, that exist.
+    cu_seqlens begin at 0, never decrease and end within the rows. Beside seqused of that side, they may begin anywhere.
+    seqused are at most the rows of the sequences. They may be anything for keys that no query or new key needs. Keys
+    that a query may see, and keys that `append_kv` writes, lie in pages or rows that exist.
     """
     values = {name: np.asarray(arrays[name], np.int64) for name in integer_names(problem)}
     info = problem.seqlen_info
@@ -67,7 +67,7 @@ def check_integers(problem: Problem, arrays: Mapping[str, Any]) -> None:
 
 
 def _first(is_bad: Values) -> int | None:
-    """Returns the number of the first sequence that is bad, None if all are good."""
+    """Returns the index of the first bad sequence, None if all are good."""
     numbers = np.flatnonzero(is_bad)
     return int(numbers[0]) if len(numbers) else None
 
@@ -88,7 +88,7 @@ def _check_bounds(side: str, bounds: Values, rows: int, may_begin_late: bool) ->
     else:
         return
     hint = ""
-    if bounds[0] > 0 and (bounds >= 0).all() and bounds.sum() <= rows:  # these are lengths
+    if bounds[0] > 0 and (bounds >= 0).all() and bounds.sum() <= rows:  # lengths in place of offsets
         hint = f" (of such lengths {_text(np.cumsum([0, *bounds]))})"
     raise ProblemError(
         f"{name} is {_text(bounds)}, which {cause}; give (batch + 1,) integers: 0, then the running sum of the lengths"
@@ -97,7 +97,7 @@ def _check_bounds(side: str, bounds: Values, rows: int, may_begin_late: bool) ->
 
 
 def _room(side: str, batch: int, rows: int, values: Mapping[str, Values]) -> Values:
-    """Returns how many rows of q, or of k, each sequence has, used or not."""
+    """Returns the number of rows of q, or of k, of each sequence, used or not."""
     bounds = values.get(f"cu_seqlens_{side}")
     return np.full(batch, rows) if bounds is None else np.diff(bounds)
 
@@ -107,7 +107,7 @@ def _capacity(values: Mapping[str, Values], page_size: int) -> int:
 
 
 def _used(name: str, used: Values, room: Values, matters: Values | bool = True) -> Values:
-    """Returns lengths that are in range, where they matter."""
+    """Returns `used` if all lengths that matter are in range."""
     if (b := _first(((used < 0) | (used > room)) & matters)) is not None:
         raise ProblemError(f"{name}[{b}] is {used[b]}, but sequence {b} has {room[b]} rows; give 0 to {room[b]}")
     return used
@@ -126,7 +126,7 @@ def _seen(problem: Problem, queries: Values, keys: Values) -> tuple[Values, Valu
 def _check_places(
     values: Mapping[str, Values], begins: Values, ends: Values, page_size: int, num_pages: int, cache: str
 ) -> None:
-    """Validates where keys `begins … ends - 1` of each sequence lie."""
+    """Validates the pages, or rows of the cache, of the keys `begins … ends - 1` of each sequence."""
     is_read = begins < ends
     rows = values.get("cache_batch_idx")
     if rows is not None and (b := _first(is_read & ((rows < 0) | (rows >= num_pages)))) is not None:

@@ -1,4 +1,4 @@
-"""Checks of the arrays that mods read, beside q, k and v."""
+"""Checks of the arrays that mods read beside q, k and v."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .checks import check_output
 from .dtypes import DTYPES, ITEMSIZE
 from .operands import BIAS, CAPTURED, MASK_TILES, SEED, Operand, Sizes
 
-AXES = ("batch", "heads_q", "seqlen_q", "seqlen_k")  # of scores
-MASK_TILE = 64  # queries, and keys, of a mask tile of a block mask
-MAX_EXTENT = 2**31 - 1  # of an axis of an array that functions load from
+AXES = ("batch", "heads_q", "seqlen_q", "seqlen_k")  # axes of scores
+MASK_TILE = 64  # queries, and keys, of a mask tile
+MAX_EXTENT = 2**31 - 1  # elements of an axis of a captured array
 BIAS_DTYPES = ("bool", *DTYPES)
 SEED_SHAPES = {"int64": ((1,), ()), "uint64": ((1,), ()), "int32": ((2,),), "uint32": ((2,),)}
 
@@ -26,7 +26,7 @@ def check_mod_array(
     is_output: bool = False,
     owner: str = "q",
 ) -> ArraySpec:
-    """Validates one of them, where the problem has these lengths and `owner` is its first array."""
+    """Validates an array of a mod. lengths: of the problem. owner: the name of the call's first array."""
     name = operand.name
     if (spec.library, spec.device) != (first.library, first.device):
         raise ProblemError(
@@ -42,9 +42,9 @@ def check_mod_array(
 
 
 def check_block_mask(sizes: Sizes, mask_tile_axes: tuple[str, ...], lengths: Mapping[str, int]) -> None:
-    """Validates whether a block mask of these sizes is one for the lengths of a call.
+    """Validates the sizes of a block mask against the lengths of a call.
 
-    mask_tile_axes: along which axes its mask tiles differ.
+    mask_tile_axes: axes along which its mask tiles differ.
     """
     call_sizes = Sizes(*[lengths[axis] for axis in AXES])
     for name, axis, size, needed in zip(Sizes._fields, AXES, sizes, call_sizes, strict=True):

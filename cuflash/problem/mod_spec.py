@@ -1,7 +1,7 @@
-"""Mods: one expression for each, and the kinds of the arrays that they load from.
+"""Mods as expressions: one for scores, one for the mask, and the kinds of the arrays that they load from.
 
-Functions and a bias become one expression for scores and one for the mask, so that no other code treats them apart: a
-bias is an array that the score loads from, and one of bools is a part of the mask.
+A bias is an array that the score loads from, and a bias of bools is a part of the mask. So no other code treats
+functions and biases separately.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..mods.graph.operations import DIVISIONS, Type
 from ..mods.graph.simplify import build, constant, load, rebuilt
 
 SCORE = variable("score")
-LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least number of a dtype to hide keys
-PAIR = ("score", "q_idx", "k_idx")  # the inputs that are not of a whole head
-# What the axes of a bias stand for; it may lack the first ones.
+LEAST_SCORE = -1e37  # scores up to it weigh nothing: models add the least number of a dtype to hide keys
+PAIR = ("score", "q_idx", "k_idx")  # inputs that vary within a head
+# Indices of the axes of a bias, which may lack the first ones.
 BIAS_AXES = ("b", "h", "q_idx", "k_idx")
 
 
@@ -32,7 +32,7 @@ class ArrayKind(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Properties of a bias that code depends on: its dtype, and which of its axes are longer than 1."""
+    """Properties of a bias that code depends on: its dtype, and True for each axis longer than 1."""
 
     dtype: str
     varies: tuple[bool, ...]
@@ -40,13 +40,14 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModSpec:
-    """Changes that a call makes in scores and weights. Specs of equal digests are equal.
+    """Changes that the mods of a call make in scores and weights. Specs of equal digests are equal.
 
-    score: the final score in terms of the one that is scaled and capped; None if that stays. mask: whether a key is
-    seen; None if all are. arrays: what they load from, by number. has_sinks: whether a sink takes part of the weights.
-    drops: whether weights are dropped. has_block_mask: whether a block mask was given. digest: of all that code
-    depends on.
-    mask_tile_axes: along which axes its mask tiles differ, and may not be broadcast.
+    score: the final score as an expression of the scaled and capped one; None if it is unchanged.
+    mask: True for visible keys, as an expression; None if all are visible.
+    arrays: kinds of the arrays that both load from, by number.
+    has_sinks, drops, has_block_mask: True if the call has sinks, dropout, or a block mask argument.
+    digest: identifies all that code depends on.
+    mask_tile_axes: axes along which the block mask's tiles differ, which may not be broadcast.
     """
 
     score: Node | None = field(compare=False)
@@ -60,7 +61,7 @@ class ModSpec:
 
     @property
     def changes(self) -> bool:
-        """True where anything is different from a plain call."""
+        """True if the call differs from a plain one."""
         return not (self.score is self.mask is None and not (self.has_sinks or self.drops))
 
     @property
@@ -72,7 +73,7 @@ class ModSpec:
         )
 
     def encoded(self) -> list[Any]:
-        """Returns it as lists of numbers and strings: the nodes, each after its arguments, then the other fields."""
+        """Returns lists of numbers and strings: the nodes, each after its arguments, then the other fields."""
         roots = self.score, self.mask
         order = post_order([root for root in roots if root is not None])
         places = {each: place for place, each in enumerate(order)}
@@ -96,13 +97,13 @@ class ModSpec:
         kinds = tuple(ArrayKind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
         return cls(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
 
-    # why: a node is interned, and pickle would recurse from each to its arguments.
+    # Nodes are interned, and pickle would recurse from each to its arguments.
     def __reduce__(self) -> tuple[Any, ...]:
         return ModSpec.decoded, (self.encoded(),)
 
     @property
     def tiles_are_of_mask(self) -> bool:
-        """Returns whether a full tile has no masked score. A block mask that is given leaves out a bias of bools."""
+        """True if a full tile has no masked score. A block mask argument does not include a bias of bools."""
         return not (self.has_block_mask and any(each.name == "bias" and each.type == Type.BOOL for each in self.arrays))
 
 
@@ -114,7 +115,7 @@ def make_mod_spec(
     drops: bool = False,
     has_block_mask: bool = False,
 ) -> ModSpec:
-    """Returns the changes of a call with these arguments. Arrays: those of score_mod, of mask_mod, then the bias."""
+    """Returns the changes of a call. Its arrays are in the order score_mod, mask_mod, bias."""
     graphs = (score_mod, mask_mod)
     digests = tuple(None if each is None else each.digest for each in graphs)
     kinds: list[ArrayKind] = []
@@ -145,7 +146,7 @@ def make_mod_spec(
 
 
 def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node:
-    """Returns an expression with other nodes for some inputs, and arrays whose numbers begin at `first_array`."""
+    """Returns an expression with other nodes for some inputs, and array numbers that begin at `first_array`."""
     if not new and not first_array:
         return root
     replaced = dict(new)
@@ -162,11 +163,11 @@ def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node
 
 @lru_cache(maxsize=64)
 def exchanged(root: Node) -> Node:
-    """Returns an expression in which queries and keys have changed places."""
+    """Returns an expression with queries and keys exchanged."""
     query, key = variable("q_idx"), variable("k_idx")
     return substituted(root, {query: key, key: query})
 
 
 def captured(graphs: Sequence[Graph | None]) -> list[CapturedArray]:
-    """The arrays of functions, in the order of `ModSpec.arrays`."""
+    """Returns the arrays of functions, in the order of `ModSpec.arrays`."""
     return [each for graph in graphs if graph is not None for each in graph.arrays]

@@ -1,8 +1,7 @@
-"""The ops as data: which arrays each of them reads and writes, with their axes and dtypes.
+"""Ops as data: the arrays that each reads and writes, with their axes and dtypes.
 
-Pointers, alignment, overlap, gaps and copies are handled by these names, in one place for all ops. An array that an op
-is to read beside the others is one more `Operand` here, and a field of that name in the structs of the kernels that
-read it.
+Pointers, alignment, overlap, strides and copies are handled by these names, in one way for all ops. A new array is one
+more `Operand` here, and a field of that name in the structs of the kernels that read it.
 """
 
 from __future__ import annotations
@@ -15,27 +14,28 @@ from ..locks import Once
 from ..mods.analysis.intervals import Band
 from .mod_spec import ModSpec
 
-# why rows and not seqlen: a batch of variable-length sequences may lie in any number of rows (problem/seqlen_info.py).
+# Axes are rows, not seqlen: variable-length sequences may lie in any number of rows (problem/seqlen_info.py).
 ROWS_Q = ("batch_q", "rows_q", "heads_q")
 ROWS_K = ("batch_k", "rows_k", "heads_kv")
 LSE_AXES = ("batch_q", "heads_q", "rows_q")
-# The axes that operands of q's kind lack where q has this rank, and those of k's kind where k has it.
+# Missing axes by rank: of q for operands with the axes of q, of k for operands with the axes of k.
 MISSING_AXES: dict[int, tuple[str, ...]] = {
     4: (),
     3: ("batch_q", "batch_k"),
     2: ("batch_q", "batch_k", "heads_q", "heads_kv"),
 }
-INTEGERS = "int32"  # the dtype of operands that hold lengths and places
+INTEGERS = "int32"  # dtype of operands that hold lengths, pages and cache rows
 
 
 class Operand(NamedTuple):
-    """An array of a call. Axes are named as the lengths of a `Problem` are.
+    """An array of a call. Axes have the names of a `Problem`'s lengths.
 
-    dtype: whose dtype it has: that of the "inputs", that of "out", "lse" for the accumulator's; "any out" is either;
-    "table" is that of the inputs or float32; "int32" is itself. MOD_KINDS are validated in problem/mod_arrays.py.
-    strided: whether kernels know strides of it; if not, what is not contiguous is copied.
-    any_last_stride: whether kernels know a stride of its last axis, too.
-    written: whether it is an input that the op writes to, in place. Such an array is never copied.
+    dtype: the rule for its dtype: "inputs" or "out" for the dtype of these, "lse" for the accumulator's, "int32" for
+    itself. "any out" is either of the first two, "table" the dtype of the inputs or float32. problem/mod_arrays.py
+    validates MOD_KINDS.
+    strided: True if kernels read its strides; otherwise an array that is not contiguous is copied.
+    any_last_stride: True if kernels read the stride of its last axis, too.
+    written: True for an input that the op writes in place. Such an array is never copied.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Operand(NamedTuple):
 
     @property
     def called(self) -> str:
-        """Name of the array in errors: those that functions refer to have no name that the caller knows."""
+        """Name of the array in errors. Arrays that functions refer to have no name that a user would recognise."""
         return "an array that score_mod or mask_mod refers to" if self.dtype == CAPTURED else self.name
 
 
@@ -65,9 +65,8 @@ class Sizes(NamedTuple):
 class Op:
     """A public call: inputs in the order of its arguments, and outputs in the order of its results.
 
-    mod_spec: the mods, whose arrays are among the inputs; None for a plain call.
-    sizes: those of a block mask. band: keys that are seen beside what the options say. plain: the op without its band,
-    or without mods.
+    mod_spec: the mods, whose arrays are among the inputs; None for a plain call. sizes: lengths of the block mask.
+    band: visible keys, beside the mask of the options. plain: the op without its band, or without mods.
     """
 
     name: str
@@ -78,7 +77,7 @@ class Op:
     band: Band | None = None
     plain: Op | None = None
 
-    # why: ops are compared as objects, so a copy, of another process too, is the op that calls have.
+    # Ops are compared by identity, so a copy must be the op of calls, in another process, too.
     def __reduce__(self) -> tuple[Any, ...]:
         return _op, _arguments(self)
 
@@ -89,17 +88,17 @@ class Op:
 
     @Once
     def index(self) -> dict[str, int]:
-        """The place of each operand in that order, by name."""
+        """Index of each operand in that order, by name."""
         return {operand.name: number for number, operand in enumerate(self.operands)}
 
     @Once
     def names(self) -> tuple[str, ...]:
-        """The names of all operands."""
+        """Names of all operands."""
         return tuple(operand.name for operand in self.operands)
 
     @Once
     def written(self) -> tuple[int, ...]:
-        """The numbers of the inputs that are written to."""
+        """Indices of the inputs that are written to."""
         return tuple(number for number, operand in enumerate(self.inputs) if operand.written)
 
 
@@ -124,7 +123,7 @@ CACHED = _integers("page_table", "batch", "max_pages", strided=True), _integers(
 
 
 class VarlenArgs(NamedTuple):
-    """Int32 arrays of a call on variable-length sequences, in the order of the ops' inputs; None for one not given."""
+    """Int32 arrays of a call on variable-length sequences, in the order of the ops' inputs; None for a missing one."""
 
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
@@ -135,7 +134,7 @@ class VarlenArgs(NamedTuple):
 
     @property
     def packed_or_used(self) -> tuple[Any, Any, Any, Any]:
-        """Arrays that `backward` takes, too: all but those of a cache."""
+        """Arrays that `backward` takes, too: all but the arrays of a cache."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
 
 
@@ -158,14 +157,13 @@ BACKWARD = Op(
 OPS = {op.name: op for op in (FORWARD, LSE_ONLY, BACKWARD)}
 
 
-# The same ops on variable-length sequences. why ops of their own: a dense call does no work for arrays that it lacks.
+# Ops on variable-length sequences. They are separate, so that a dense call does no work for missing arrays.
 VARLEN_OPS = {
     name: replace(op, inputs=(*op.inputs, *PACKED_OR_USED, *(() if op is BACKWARD else CACHED)))
     for name, op in OPS.items()
 }
 
-# What operands of mods hold: arrays that a function loads from, a bias, the seed of
-# dropout, and a block mask.
+# Kinds of mod operands: captured arrays of functions, a bias, the seed of dropout, and the tiles of a block mask.
 CAPTURED, BIAS, SEED, MASK_TILES = MOD_KINDS = "captured", "bias", "seed", "mask_tiles"
 ANYTHING = "anything"
 SINKS = Operand("sinks", ("heads_q",), "table", strided=False)
@@ -176,12 +174,12 @@ DROPOUT_SEED = Operand("dropout_seed", (), SEED, optional=True, strided=False)
 def mod_op(
     name: str, is_varlen: bool, mod_spec: ModSpec, grads: tuple[int, ...] = (), sizes: Sizes | None = None
 ) -> Op:
-    """The op of that name with mods. grads: the arrays whose gradients are results.
+    """Returns the op of that name with mods. grads: numbers of the arrays whose gradients are results.
 
-    They are numbers of `ModSpec.arrays`, and the one after the last is that of the sinks. sizes: of its block mask.
+    They are numbers in `ModSpec.arrays`; the number after the last is the sinks. sizes: lengths of its block mask.
     """
     plain, more = (VARLEN_OPS if is_varlen else OPS)[name], _loaded(mod_spec)
-    results = [*more, SINKS._replace(axes=(), dtype=CAPTURED)]  # why: a gradient has the dtype of its array
+    results = [*more, SINKS._replace(axes=(), dtype=CAPTURED)]  # a gradient has the dtype of its array
     more += [SINKS._replace(optional=True)] if mod_spec.has_sinks else []
     more += [DROPOUT_SEED] if mod_spec.drops else []
     more += [Operand("mask_tiles", (), MASK_TILES, optional=True, strided=False)] if mod_spec.has_block_mask else []
@@ -191,15 +189,15 @@ def mod_op(
 
 @lru_cache(maxsize=256)
 def banded(op: Op, band: Band, sizes: Sizes | None = None) -> Op:
-    """Returns the op where a query sees the keys of a band alone. Its problem is one of the plain op.
+    """Returns the op restricted to the keys of a band. Its problem is one of the plain op.
 
-    sizes: those of the block mask that the band was given as, if any.
+    sizes: lengths of the block mask that the band came as, if any.
     """
     return replace(op, band=band, sizes=sizes, plain=op)
 
 
 def _loaded(mod_spec: ModSpec) -> list[Operand]:
-    """The arrays that scores and masks load from."""
+    """Returns operands for the arrays that scores and masks load from."""
     return [
         Operand(each.name, (), BIAS if each.name == "bias" else CAPTURED, optional=True, any_last_stride=True)
         for each in mod_spec.arrays
@@ -208,9 +206,9 @@ def _loaded(mod_spec: ModSpec) -> list[Operand]:
 
 @lru_cache(maxsize=256)
 def block_mask_op(mod_spec: ModSpec, sizes: Sizes) -> Op:
-    """`create_block_mask` of a mask: the mask tiles of 64 queries x 64 keys, from what the mask loads from.
+    """Returns the op of `create_block_mask`, from the arrays of a mask to its tiles of 64 queries x 64 keys.
 
-    Of the first input, the library and the device count alone.
+    Only the library and the device of the first input count.
     """
     like = Operand("like", (), ANYTHING, any_last_stride=True)
     return Op(
@@ -246,14 +244,14 @@ APPEND_KV = Op(
 
 @lru_cache(maxsize=64)
 def merge_op(count: int) -> Op:
-    """`merge_states` of so many states."""
+    """Returns the op of `merge_states` for this many states."""
     outs = tuple(OUT._replace(name=f"outs[{i}]", strided=False) for i in range(count))
     lses = tuple(LSE._replace(name=f"lses[{i}]") for i in range(count))
     return Op("merge", outs + lses, (OUT, LSE))
 
 
 def _arguments(op: Op) -> tuple[Any, ...]:
-    """Returns the function that gives an op, and its arguments; or the name of a table of ops, and a name in it."""
+    """Returns the function that makes an op and its arguments, or the name of a table of ops and a name in it."""
     for table, ops in _TABLES.items():
         if ops.get(op.name) is op:
             return table, op.name
@@ -271,7 +269,7 @@ def _arguments(op: Op) -> tuple[Any, ...]:
 
 
 def _op(source: Any, *arguments: Any) -> Op:
-    """Returns the op of these `_arguments`."""
+    """Returns the op from its `_arguments`."""
     op: Op = _TABLES[source][arguments[0]] if isinstance(source, str) else source(*arguments)
     return op
 

@@ -1,7 +1,7 @@
-"""The keyword arguments of the public calls, each once: name, type, default, validator, and the ops that take it.
+"""Keyword arguments of the public calls, each once: name, type, default, validator, and the ops that take it.
 
 A new option is a row of `Options`, a keyword of `options_key`, of the calls that take it and of their types in
-signatures.py, a field in `frameworks/jax/handlers.py` and `frameworks/torch/ops.py`, and its use. A constant of scores
+signatures.py. It is also a field in `frameworks/jax/handlers.py` and `frameworks/torch/ops.py`. A constant of scores
 that kernels read is a field of `ScoreConstants`, which `ScoreParams` in `kernels_cu/common/score.cuh` repeats.
 """
 
@@ -27,7 +27,7 @@ class DtypeObject(Protocol):
     def itemsize(self) -> int: ...
 
 
-Array = TypeVar("Array")  # the type of q and of the results
+Array = TypeVar("Array")  # type of q and of the results
 WindowSize = tuple[int | None, int | None]
 Algorithm = Literal["standard", "flash1", "flash2", "flashd"]
 DtypeLike = str | type[Any] | DtypeObject
@@ -39,35 +39,35 @@ LOG2_E = 1.4426950408889634
 
 
 class OptionContext(NamedTuple):
-    """Context for validators: the arrays of the call decide some defaults."""
+    """Context for validators: some defaults depend on the arrays."""
 
     head_dim: int
     dtype: str
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value` if it is True or False, and not merely truthy or falsy."""
+    """Returns `value` if it is a bool; truthy values are rejected."""
     if not isinstance(value, (bool, np.bool_)):
         raise ProblemError(f"{name}={value!r} is {kind_of(value)}; give True or False{_of_array(value)}")
     return bool(value)
 
 
 def check_integer(name: str, value: Any) -> int:
-    """`value` as an int. An array is refused though it has `__index__`: it may change after it was judged."""
+    """Returns `value` as an int. An array is rejected despite its `__index__`: it may change after validation."""
     if not is_integer(value):
         raise ProblemError(f"{name}={value!r} is {kind_of(value)}; give an integer{_of_array(value)}")
     return int(value)
 
 
 def _of_array(value: Any) -> str:
-    """Returns a hint for an array of one element that is to be a number or a flag, else an empty string."""
+    """Returns a hint for an array of one element in place of a number or a flag, else an empty string."""
     hint = " (item() of an array of one element is one; what is traced has none yet: make it static)"
     return hint if hasattr(value, "__dlpack__") and not isinstance(value, type) else ""
 
 
 def check_window(window_size: Any) -> WindowSize:
-    """(left, right) with None for an open side."""
-    # why no other iterables: sets have no order, bytes and arrays are no counts that anyone meant.
+    """Returns (left, right) with None for an open side."""
+    # Other iterables are refused: sets have no order, and bytes or arrays are given by mistake.
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ProblemError(
             f"window_size={window_size!r} is not a pair; give a tuple (left, right), each a count of keys >= 0, or -1 "
@@ -88,11 +88,11 @@ _SCALES = "a finite number above 0, or None for 1/sqrt(head_dim)"
 
 
 def check_scale(name: str, scale: Any, accepted: str = _SCALES) -> float:
-    """`scale` if scores can be multiplied by it. accepted: ends the text of errors."""
+    """Returns `scale` if scores can be multiplied by it. accepted: the end of error texts."""
     number = _real(name, scale, accepted)
     if number <= 0.0:
         raise ProblemError(f"{name}={number} is not positive; give {accepted}")
-    # why: the kernels take scale and softcap, and their quotient, as normal float32 numbers.
+    # Kernels take scale, softcap and their quotient as normal float32 numbers.
     if not 1e-15 <= number <= 1e15:
         raise ProblemError(f"{name}={number} is out of range; give a number from 1e-15 to 1e15")
     return number
@@ -120,20 +120,20 @@ def _softcap(value: Any, context: OptionContext) -> float:
 
 
 def check_dropout(value: Any) -> float:
-    """`value` if it is a share of weights that may be dropped."""
-    accepted = "the share of weights to drop, from 0 up to but not 1"
+    """Returns `value` if it is a fraction of weights that may be dropped."""
+    accepted = "the fraction of weights to drop, from 0 up to but not 1"
     if is_array(value) and value.shape != ():
         raise ProblemError(f"dropout_p is an array of shape {tuple(value.shape)}; give a number, {accepted}")
     number = _real("dropout_p", value, accepted)
     if not 0.0 <= number < 1.0:
         raise ProblemError(f"dropout_p={number} is outside [0, 1); give {accepted}")
     if not share_kept(number):
-        raise ProblemError(f"dropout_p={number} drops all weights, as shares are multiples of 1/{SHARES}; give less")
+        raise ProblemError(f"dropout_p={number} drops all weights, as fractions are multiples of 1/{SHARES}; give less")
     return number
 
 
 def is_zero(dropout_p: Any) -> bool:
-    """True for a plain int or float 0, which needs no validator. `==` alone fails: that of an array has no truth."""
+    """Returns True for a plain int or float 0, which needs no validator. `==` alone fails for arrays."""
     return type(dropout_p) in (float, int) and dropout_p == 0
 
 
@@ -144,7 +144,7 @@ def _offset(value: Any, context: OptionContext) -> int | None:
 def _bound(name: str, value: Any) -> int | None:
     bound = None if value is None else check_integer(name, value)
     if bound is not None and bound < 0:
-        raise ProblemError(f"{name}={bound} is negative; give a bound on the lengths, or None for that of the arrays")
+        raise ProblemError(f"{name}={bound} is negative; give a bound on the lengths, or None for the arrays' shapes")
     return bound
 
 
@@ -166,7 +166,7 @@ def _flag(name: str) -> Callable[[Any, OptionContext], bool]:
 
 
 def check_algorithm(value: Any) -> str:
-    """`value` if it names one of the algorithms."""
+    """Returns `value` if it names one of the algorithms."""
     if not isinstance(value, str) or value not in ALGORITHMS:
         raise ProblemError(f"algorithm={value!r} is not known; give one of {', '.join(ALGORITHMS)}")
     return value
@@ -193,7 +193,7 @@ class Option(NamedTuple):
 
 
 class ScoreConstants(NamedTuple):
-    """The kernels' parameters of scores: the fields of `ScoreParams`, in its order."""
+    """Parameters of scores in kernels: the fields of `ScoreParams`, in its order."""
 
     softmax_scale: float
     scale_log2: float  # the exponent, in powers of two, of one unit of q kᵀ
@@ -202,7 +202,7 @@ class ScoreConstants(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The keyword arguments of a call: as given (hashable where they are legal), or as `validated` made them."""
+    """Keyword arguments of a call: hashable if they are legal; `validated` returns them with defaults filled in."""
 
     softmax_scale: Annotated[float | None, Option(_scale)] = None
     causal: Annotated[bool, Option(_flag("causal"))] = False
@@ -228,17 +228,17 @@ class Options(NamedTuple):
         return self, *map(type, self), *(map(type, window) if isinstance(window, tuple) else ())
 
     def validated(self, context: OptionContext) -> "Options":
-        """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
+        """Returns the validated arguments with their defaults; raises ProblemError for the first that is not legal."""
         try:
             return _validated(self.key(), context)
         except ProblemError:
             raise
-        except (TypeError, ValueError):  # an argument that cannot be hashed is judged anew each time
+        except (TypeError, ValueError):  # an argument without a hash is validated anew each time
             return _validated.__wrapped__((self,), context)
 
     @property
     def scores(self) -> ScoreConstants:
-        """Parameters of the kernels, of validated arguments."""
+        """Parameters of the kernels, from validated arguments."""
         return _scores(self.softmax_scale, self.softcap)
 
 
@@ -249,9 +249,9 @@ ROWS: dict[str, Option] = {
 
 
 class OptionsKey:
-    """The keyword arguments of a call as a key that is equal to itself alone, because such keys are found fastest.
+    """Interned options. Compared by identity, which makes cache lookups cheapest.
 
-    Calls with equal arguments have the same one, if `is_cacheable`; those of two threads at once may have two.
+    Calls with equal arguments have the same key if `is_cacheable`; two threads at once may have two.
     """
 
     __slots__ = ("is_cacheable", "options")
@@ -261,7 +261,7 @@ class OptionsKey:
 
 
 MAX_KEYS = 1024
-# Types of arguments that are kept. why no others: an array that was given by mistake would live as long as its key.
+# Types of cached arguments. An array given by mistake would live as long as its key.
 _PLAIN = (type(None), str, np.bool_, Number)
 
 
@@ -283,7 +283,7 @@ def options_key(
     q_same_position: bool = False,
     rotary_interleaved: bool = False,
 ) -> OptionsKey:
-    """Returns the key of the keyword arguments of a call, which `Problem.from_specs` validates."""
+    """Returns the key of a call's keyword arguments, which `Problem.from_specs` validates."""
     if type(window_size) is not tuple and isinstance(window_size, (tuple, list)):
         window_size = tuple(window_size)  # type: ignore[assignment]
     values = (
@@ -298,7 +298,7 @@ def options_key(
     return OptionsKey(Options._make(values), False)
 
 
-# Sides of the window are arguments of their own, as `typed` compares the types of arguments alone: see `Options.key`.
+# Sides of the window are separate arguments, as `typed` only compares types of arguments (see `Options.key`).
 @lru_cache(MAX_KEYS, typed=True)
 def _cached_key(left: Any, right: Any, *values: Any) -> OptionsKey:
     options = Options(*values)

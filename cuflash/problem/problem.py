@@ -1,4 +1,4 @@
-"""The problem of a call: one frozen, hashable value without pointers, of validated arguments."""
+"""The problem of a call: one frozen, hashable value without pointers, from validated arguments."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .seqlen_info import SeqlenInfo, bounded, check_unbounded, varlen_layout
 LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen, head_dim)"
 LENGTHS = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")  # fields of a `Problem`
 Specs = Sequence[ArraySpec | None]
-# The products that an op makes: of head_dim (backward's s, dq and dk), and of head_dim_v (dp and dv).
+# Numbers of products of an op: over head_dim (backward's s, dq and dk), and over head_dim_v (dp and dv).
 _PRODUCTS = {"backward": (3, 2)}
 
 
 class Problem(NamedTuple):
-    """A legal problem. Lengths are those of 4-D arrays; `head_dim_v` is 0 for `lse`, which has no v.
+    """A legal problem. Lengths count for 4-D arrays; `head_dim_v` is 0 for `lse`, which has no v.
 
     With `seqlen_info`, batch is the number of sequences, seqlen_q and seqlen_k bound the lengths of each, and mask is
-    that of a sequence of these lengths.
-    `merge_states` is the problem of its outs, without keys: seqlen_k and head_dim are 0. For `append_kv`, seqlen_k and
-    the k of `seqlen_info` are of the new keys; without q, what is of q is 0.
-    `create_block_mask` is a problem of float32 without head dims; with `seqlen_info`, packed rows are as many as may
-    be. `specs` are of the op's operands in the caller's rank, in their order: None for an input that is not there.
-    `misaligned` names arrays of which kernels may not load two elements together, as they begin anywhere.
+    for a sequence of these lengths.
+    `merge_states` is the problem of its outs, without keys: seqlen_k and head_dim are 0.
+    For `append_kv`, seqlen_k and the k of `seqlen_info` count the new keys; without q, lengths of q are 0.
+    `create_block_mask` is a problem of float32 without head dims; with `seqlen_info`, packed rows are the most allowed.
+    `specs` are the specs of the op's operands in their order and in the ranks of the call; None for a missing input.
+    `misaligned` names arrays that may begin anywhere, so kernels may not load two of their elements together.
     """
 
     op: Op
@@ -47,18 +47,18 @@ class Problem(NamedTuple):
     head_dim_v: int
     dtype: str
     mask: Mask
-    options: Options  # judged; the mask has what they said of it
+    options: Options  # validated, with mask options reset: `mask` holds them
     device: str
     library: str
     specs: tuple[ArraySpec | None, ...]
-    seqlen_info: SeqlenInfo | None = None  # of variable-length sequences; None where all are alike
+    seqlen_info: SeqlenInfo | None = None  # of variable-length sequences; None for a dense call
     misaligned: tuple[str, ...] = ()
 
     @classmethod
     def from_specs(cls, op: Op, specs: Specs, options: Options) -> Problem:
-        """Validates a call: the specs of the op's operands in their order, and the keyword arguments as given.
+        """Validates a call: the specs of the op's operands in their order, and the options before validation.
 
-        Operands at the end that are left out, and those that are None but are not optional, are dense.
+        Missing operands are dense: specs may be fewer than operands, and None stands for any that is not optional.
         """
         if op.name == "merge":
             return _of_states(op, specs)
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
         band, sizes = op.band, op.sizes
         if band is not None:
             assert op.plain is not None
-            op = op.plain  # why: masks that hide the same keys make the same problem, however they were given
+            op = op.plain  # masks that hide the same keys make equal problems, however they are expressed
         specs = (*specs, *[None] * (len(op.operands) - len(specs)))
         named: Any = dict(zip(("q", "k", "v") if "v" in op.index else ("q", "k"), specs, strict=False))
         check_alike(named)
@@ -79,7 +79,7 @@ class Problem(NamedTuple):
         places = varlen_layout(named, varlen_specs) if varlen_specs else None
         lengths, q = _lengths(named, places), named["q"]
         if op.name == "backward" and (out := specs[op.index["out"]]) is not None:
-            # why: out may have been made in float32 from 16-bit inputs, which backward takes, too.
+            # Backward also takes a float32 out of 16-bit inputs.
             wide = out.dtype == "float32" and DTYPES[q.dtype].itemsize == 2
             options = options._replace(out_dtype="float32" if wide else None)
         options = options.validated(OptionContext(lengths["head_dim"], q.dtype))
@@ -89,7 +89,7 @@ class Problem(NamedTuple):
             check_unbounded(options)
             varlen = None
         else:
-            # why: gradients of rows that are not used are 0 wherever they go.
+            # Gradients of unused rows are 0 in output arguments, too.
             varlen = SeqlenInfo.from_layout(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
             axes = {**places, **lengths}
@@ -101,30 +101,30 @@ class Problem(NamedTuple):
         if sizes is not None:
             check_block_mask(sizes, op.mod_spec.mask_tile_axes if op.mod_spec is not None else (), lengths)
         checked = _checked(op, specs, axes, _dtypes_of(q.dtype, options.out_dtype), len(named))
-        # why _make: keywords for 16 fields take 2 µs.
+        # Keywords for 16 fields would take 2 µs.
         of_call = q.dtype, mask, _unmasked(options), q.device, q.library, checked, varlen, ()
         return cls._make((op, *lengths.values(), *of_call))
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
-        """The shape of an operand of q's or k's kind with all of its axes."""
+        """Returns the shape of an operand with the axes of q or k, with all of its axes."""
         varlen = self.seqlen_info or SeqlenInfo(self.batch, self.seqlen_q, self.batch, self.seqlen_k)
         return tuple([getattr(varlen if hasattr(varlen, axis) else self, axis) for axis in operand.axes])
 
     @property
     def specs_4d(self) -> Sequence[Any]:
-        """The operands' arrays in their order: those with a head dim are seen as 4-D, others as they are."""
+        """Specs of the operands in their order: 4-D for arrays with a head dim, unchanged for others."""
         if self.specs[0] is not None and len(self.specs[0].shape) == 4 and self.seqlen_info is None:
             return self.specs
         pairs = zip(self.op.operands, self.specs, strict=True)
         return [spec.as_4d() if spec is not None and len(operand.axes) == 4 else spec for operand, spec in pairs]
 
     def spec(self, name: str) -> ArraySpec:
-        """The array of an operand that is there, as in `specs_4d`."""
+        """Returns the spec of a present operand, as in `specs_4d`."""
         spec: ArraySpec = self.specs_4d[self.op.index[name]]
         return spec
 
     def has(self, name: str) -> bool:
-        """Returns whether the op takes an operand of this name, and it is there."""
+        """Returns True if the op takes an operand of this name, and it is present."""
         number = self.op.index.get(name)
         return number is not None and self.specs[number] is not None
 
@@ -145,12 +145,12 @@ class Problem(NamedTuple):
 
     @property
     def ordinal(self) -> int | None:
-        """Number of the GPU that the arrays are on; None for the CPU."""
+        """Number of the GPU that holds the arrays; None for the CPU."""
         return int(self.device.removeprefix("cuda:")) if self.device.startswith("cuda:") else None
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the products over the visible pairs; one that is made twice counts once."""
+        """Multiplications and additions of the products over the visible pairs. A repeated product counts once."""
         by_dim, by_dim_v = _PRODUCTS.get(self.op.name, (1, 1))
         pairs = self.batch * self.heads_q * self.mask.num_visible()
         return 2 * pairs * (by_dim * self.head_dim + by_dim_v * self.head_dim_v)
@@ -158,14 +158,14 @@ class Problem(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _unmasked(options: Options) -> Options:
-    # why: masks that hide the same keys make the same problem, however they were given.
+    # Masks that hide the same keys make equal problems, however they are expressed.
     return options._replace(
         causal=False, window_size=(None, None), diagonal_offset=None, max_seqlen_q=None, max_seqlen_k=None
     )
 
 
 def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> dict[str, Any]:
-    """The lengths of a problem in the order of its fields, from q, k and perhaps v, whose shapes are judged here."""
+    """Validates the shapes of q, k and perhaps v; returns the lengths of a problem in the order of its fields."""
     if places is None:
         _check_ranks(named)
     q, k, *v = shapes = [spec.as_4d().shape for spec in named.values()]
@@ -217,7 +217,7 @@ def _check_ranks(named: dict[str, ArraySpec]) -> None:
 
 @lru_cache(maxsize=64)
 def _dtypes_of(dtype: str, out_dtype: str | None) -> dict[str, tuple[str, ...]]:
-    """Returns the dtypes that an operand may have, by its `Operand.dtype`; the first is that of new arrays."""
+    """Returns the legal dtypes of an operand, by its `Operand.dtype`; the first is the dtype of new arrays."""
     narrow = DTYPES[dtype].itemsize == 2
     return {
         "inputs": (dtype,),
@@ -232,7 +232,7 @@ def _dtypes_of(dtype: str, out_dtype: str | None) -> dict[str, tuple[str, ...]]:
 def _checked(
     op: Op, specs: Specs, lengths: Mapping[str, int], dtypes: Mapping[str, tuple[str, ...]], validated: int
 ) -> tuple[ArraySpec | None, ...]:
-    """The specs of all operands, the first `validated` of which are judged already; dense where there are none yet."""
+    """Validates the operands after the first `validated`; returns the specs of all, dense for missing ones."""
     checked: list[Any] = list(specs)
     q, k, *_ = checked
     totals = {f"rows_{side}": f"total_{side}" for side in "qk" if lengths.get(f"is_packed_{side}")}
@@ -242,11 +242,11 @@ def _checked(
         if spec is None and operand.optional and not is_output:
             continue
         if operand.dtype in MOD_KINDS:
-            if spec is None:  # a gradient of a captured array is dense, and otherwise as the array is
+            if spec is None:  # the gradient of a captured array is dense, with the shape and dtype of the array
                 spec = checked[op.index[operand.name.removeprefix("d")]].with_packed_strides()
             checked[number] = check_mod_array(operand, spec, q, lengths, is_output)
             continue
-        missing = MISSING_AXES[ranks.get(operand.axes[0], 4)]  # why 4: sinks keep their heads
+        missing = MISSING_AXES[ranks.get(operand.axes[0], 4)]  # 4 by default: sinks keep their heads
         axes = [axis for axis in operand.axes if axis not in missing]
         shape = tuple([lengths[axis] for axis in axes])
         allowed = dtypes[operand.dtype]

@@ -1,6 +1,6 @@
-"""Variable-length sequences: which arrays tell where they lie, and how these fit q, k and v.
+"""Variable-length sequences: the layout that arrays of lengths describe, and its fit with q, k and v.
 
-The lengths themselves are in the memory of the device. Planning never reads them: it knows bounds of them alone.
+The lengths themselves are in the memory of the device. Planning never reads them, and only uses their bounds.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ VARLEN_LAYOUTS = {
     "page_table": "(batch, max_pages)",
     "cache_batch_idx": _ONE_EACH,
 }
-OPEN, MOST = -(2**31), 2**30 - 1  # a bound that is none, and the largest: its sum with any length fits 32 bits
-PADDED_SLOT = 128  # rows of a slot of what is kept beside the operands: kPaddedSlot in kernels_cu/common/varlen.cuh
+OPEN, MOST = -(2**31), 2**30 - 1  # the open bound, and the largest: its sum with any length fits 32 bits
+PADDED_SLOT = 128  # rows of a slot of workspace beside the operands: kPaddedSlot in kernels_cu/common/varlen.cuh
 Specs = Mapping[str, ArraySpec]
 
 
 class SeqlenInfo(NamedTuple):
-    """Where the sequences of a problem lie: the first two axes of q, and those of k and v, all seen as 4-D.
+    """Layout of the sequences of a problem: the first two axes of q, and of k and v, all as 4-D arrays.
 
-    Query i of a sequence sees its key j iff i + offset - left <= j <= i + offset + right. None is open; as the offset,
-    it is seqlen_k - seqlen_q of the sequence.
+    Query i of a sequence sees its key j iff i + offset - left <= j <= i + offset + right. None is open; an offset of
+    None is seqlen_k - seqlen_q of the sequence.
     """
 
     batch_q: int
@@ -47,11 +47,11 @@ class SeqlenInfo(NamedTuple):
     left: int | None = None
     right: int | None = None
     offset: int | None = None
-    zero_unused_rows: bool = True  # whether rows of results that belong to no sequence or are not used become 0
+    zero_unused_rows: bool = True  # True if unused rows, and rows of no sequence, become 0 in results
 
     @classmethod
     def from_layout(cls, places: Mapping[str, Any], options: Options, zero_unused_rows: bool) -> SeqlenInfo:
-        """Places as `varlen_layout` gives them, and judged options."""
+        """Returns the info from a layout of `varlen_layout` and validated options."""
         left, right = options.window_size
         right = 0 if options.causal else right
         offset = None if left is right is None else options.diagonal_offset
@@ -65,19 +65,21 @@ class SeqlenInfo(NamedTuple):
         return rows // size + batch + 2 if is_packed else batch * -(-rows // size)
 
     def mean_rows(self, side: str, batch: int) -> int:
-        """Rows of q or of k that a sequence has in the mean, used or not; of pages, rows of a page."""
+        """Returns the mean number of rows of q or k per sequence, used or not; for pages, the rows of a page."""
         rows, is_packed = (self.rows_q, self.is_packed_q) if side == "q" else (self.rows_k, self.is_packed_k)
         return rows // max(batch, 1) if is_packed else rows
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
-        """The mask of a sequence of these lengths."""
+        """Returns the mask of a sequence of these lengths."""
         offset = seqlen_k - seqlen_q if self.offset is None else self.offset
         left, right = self.left, self.right
         first, last = None if left is None else offset - left, None if right is None else offset + right
         return Mask.between(seqlen_q, seqlen_k, first, last)
 
     def within(self, band: Band) -> SeqlenInfo:
-        """Returns the info where a band hides keys, too. It counts from where this mask does, if there is one."""
+        """Returns the info with a band that hides more keys. Without a mask of its own, it takes the band's diagonal
+        offset.
+        """
         if band.is_open:
             return self
         if self.left is self.right is None:
@@ -93,9 +95,9 @@ class SeqlenInfo(NamedTuple):
 
     @property
     def bounds(self) -> tuple[int, int, bool]:
-        """The first and the last key that query 0 sees, and whether both count from seqlen_k - seqlen_q of a sequence.
+        """The first and the last key that query 0 sees, and True if both count from seqlen_k - seqlen_q of a sequence.
 
-        An open bound is OPEN; others are cut to what hides, or shows, as much.
+        An open bound is OPEN; other bounds are clamped to values that hide, or show, the same keys.
         """
         offset = self.offset or 0
         first = OPEN if self.left is None else min(max(offset - self.left, -MOST), MOST)
@@ -109,7 +111,7 @@ def rank_of(layout: str) -> int:
 
 
 def varlen_layout(named: Specs, varlen_specs: Specs) -> dict[str, Any]:
-    """The lengths of all axes but heads and head dims, from q, k, perhaps v, and the arrays that tell the lengths.
+    """Returns the lengths of all axes but heads and head dims, from q, k, perhaps v, and the arrays of lengths.
 
     `seqlen_q` and `seqlen_k` bound the lengths of one sequence.
     """
@@ -137,18 +139,19 @@ def varlen_layout(named: Specs, varlen_specs: Specs) -> dict[str, Any]:
 
 
 def bounded(lengths: Mapping[str, int], options: Options) -> dict[str, int]:
-    """The lengths of a problem where the caller knows bounds on those of one sequence."""
+    """Returns the lengths of a problem, clamped to max_seqlen_q and max_seqlen_k."""
     bounds = {"seqlen_q": options.max_seqlen_q, "seqlen_k": options.max_seqlen_k}
     limits = {name: min(lengths[name], bound) for name, bound in bounds.items() if bound is not None}
     return {**lengths, **limits}
 
 
 def check_unbounded(options: Options) -> None:
-    """Raises ProblemError for options that bound lengths where no array holds any."""
+    """Raises ProblemError for options that bound lengths, in a call without arrays of lengths."""
     for name in ("max_seqlen_q", "max_seqlen_k"):
         if (bound := getattr(options, name)) is not None:
             raise ProblemError(
-                f"{name}={bound}, but no cu_seqlens, seqused, page_table or cache_batch_idx tells lengths; leave it out"
+                f"{name}={bound}, but the call is not varlen (no cu_seqlens, seqused, page_table or cache_batch_idx); "
+                "leave it out"
             )
 
 
@@ -185,7 +188,7 @@ def _check_ranks(named: Specs, varlen_specs: Specs) -> None:
 
 
 def packed_hint(side: str, rank: int, names: Collection[str]) -> str:
-    """Returns the end of an error where q, or k, has the rank of packed rows and no cu_seqlens: these are missing."""
+    """Returns the end of an error for a q, or k, with the rank of packed rows but no cu_seqlens, which it suggests."""
     other = "q" if side == "k" else "k"
     if rank != 3 or f"cu_seqlens_{side}" in names or "page_table" in names:
         return ""
@@ -194,7 +197,7 @@ def packed_hint(side: str, rank: int, names: Collection[str]) -> str:
 
 
 def _batch(named: Specs, varlen_specs: Specs) -> int:
-    """The number of sequences, which all arrays that know it must agree on."""
+    """Returns the number of sequences, on which all arrays with that axis must agree."""
     counts = {}
     for name, spec in varlen_specs.items():
         counts[name] = spec.shape[0] - (VARLEN_LAYOUTS[name] == _BOUNDS)

@@ -1,6 +1,6 @@
 """Keyword arguments of the public calls as types, for overloads whose results depend on one more argument.
 
-The functions spell all keywords out; tests/problem/test_signatures.py compares them with these.
+The functions list all keywords; tests/problem/test_signatures.py compares them with these.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class SharedOptions(TypedDict, Generic[Array], total=False):
 
 
 class ForwardOptions(SharedOptions[Any], total=False):
-    """Keywords of `forward` but return_lse."""
+    """Keywords of `forward` except return_lse."""
 
     algorithm: Algorithm
     out: Any
@@ -46,7 +46,7 @@ class ForwardOptions(SharedOptions[Any], total=False):
 
 
 class BackwardOptions(SharedOptions[Any], total=False):
-    """Keywords of `backward` but captured_grads."""
+    """Keywords of `backward` except captured_grads."""
 
     dlse: Any
     deterministic: bool
@@ -55,7 +55,7 @@ class BackwardOptions(SharedOptions[Any], total=False):
 
 
 class AttentionOptions(SharedOptions[Array], total=False):
-    """Keywords of the `attention` of a framework but return_lse."""
+    """Keywords of the `attention` of a framework except return_lse."""
 
     deterministic: bool
     num_splits: int
@@ -63,13 +63,13 @@ class AttentionOptions(SharedOptions[Array], total=False):
 
 
 class CheckedOptions(AttentionOptions[Array], total=False):
-    """Keywords of the `attention` of PyTorch but return_lse."""
+    """Keywords of the `attention` of PyTorch except return_lse."""
 
     check: bool
 
 
 class AppendOptions(TypedDict, total=False):
-    """Keywords of `append_kv` but q."""
+    """Keywords of `append_kv` except q."""
 
     page_table: Any
     cache_batch_idx: Any

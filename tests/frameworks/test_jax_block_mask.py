@@ -141,9 +141,9 @@ def test_lengths_are_those_that_the_block_mask_was_made_of() -> None:
         for kwargs in ({"block_mask": block_mask}, {"mask_mod": mask_mod})
     )
     assert_close(grads, expected)
-    with pytest.raises(ProblemError, match=r"made with arrays that tell the lengths of k .*, but the call has none"):
+    with pytest.raises(ProblemError, match=r"made with arrays of lengths of k .*, but the call has none"):
         attention(q, k, v, block_mask=block_mask)
-    with pytest.raises(ProblemError, match="but the call has some, and its mask_mod asks for lengths"):
+    with pytest.raises(ProblemError, match="but the call has some, and its mask_mod uses lengths"):
         attention(q, k, v, seqused_k=used, block_mask=block_mask_of(mask_mod))
 
 

@@ -1,4 +1,4 @@
-"""`cuflash.append_kv`: new keys and values stand where they belong, bit for bit, and nothing else has changed."""
+"""`cuflash.append_kv`: new keys and values go to the right positions, bit for bit, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ COUNTS: dict[str, Arguments] = {
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_new_rows_stand_behind_those_that_are_used(dtype: str, place: str, rotation: str, xp: Any) -> None:
+def test_new_rows_go_behind_used_rows(dtype: str, place: str, rotation: str, xp: Any) -> None:
     check(drawn(dtype, place, **ROTATIONS[rotation]), xp)
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("place", ["rows", "pages of 3"])
-def test_packed_rows_are_those_of_their_sequences(counts: str, place: str, rotation: str, xp: Any) -> None:
+def test_packed_rows_belong_to_their_sequences(counts: str, place: str, rotation: str, xp: Any) -> None:
     check(drawn("float16", place, **COUNTS[counts] | ROTATIONS[rotation]), xp)
 
 
@@ -109,7 +109,7 @@ def test_numbers_of_the_device_are_not_trusted(name: str, xp: Any) -> None:
     place = {"page_table": "pages of 3", "cache_batch_idx": "indexed"}.get(name, "rows")
     for number, index in product((*WILD, None), range(3)):
         call = drawn("float16", place, new=6, **ROTATIONS["halves"])
-        # why not another number in range: two sequences would write to one page, in any order.
+        # Out of range, as in range two sequences would write to one page, in any order.
         past = 34 if name == "seqused_k" else len(call["k_cache"])
         call[name][index] = past if number is None else number
         check(call, xp)
@@ -135,7 +135,7 @@ def test_bounds_in_no_order_write_inside_the_cache_alone(xp: Any) -> None:
 
 
 def halves_of_one_row(k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
-    """The caches as serving stacks keep them: (pages, heads, page_size, k and v), seen with the heads third."""
+    """Returns caches as serving stacks keep them: (pages, heads, page_size, k and v), viewed with the heads third."""
     both = np.concatenate([k_cache, v_cache], axis=-1).transpose(0, 2, 1, 3)
     view = both.copy().transpose(0, 2, 1, 3)
     return view[..., : k_cache.shape[-1]], view[..., k_cache.shape[-1] :]
@@ -154,7 +154,7 @@ def test_caches_that_are_halves_of_one_row(dtype: str, rotation: str, xp: Any) -
 
 
 def strided_table(x: Any) -> Any:
-    """A page table whose rows lie apart, between pages that do not exist."""
+    """Returns a page table whose rows lie apart, with missing pages between them."""
     return laid_out(x, before=(1, 2), fill=2**31 - 1)
 
 
@@ -170,7 +170,7 @@ def test_any_strides_with_a_contiguous_last_dimension(dtype: str, layout: Any, r
 
 
 @pytest.mark.parametrize("layout", [every_second, fortran])
-def test_what_is_read_may_have_gaps(layout: Any, xp: Any) -> None:
+def test_arrays_that_are_read_may_have_gaps(layout: Any, xp: Any) -> None:
     call = drawn("float16", "pages of 3", **ROTATIONS["halves"])
     integers = {"seqused_k": lambda x: laid_out(x, steps=(2,), fill=7)}
     check(call, xp, **dict.fromkeys(("k", "v", "q", "rotary_cos", "rotary_sin"), layout), **integers)
@@ -188,7 +188,7 @@ def test_an_axis_of_length_1_may_have_any_stride(xp: Any) -> None:
      {"capacity": 0, "lengths": (0, 0), "new": 0}],
     ids=str,
 )  # fmt: skip
-def test_nothing_to_do_is_done(sizes: Arguments, xp: Any) -> None:
+def test_calls_without_new_rows_change_nothing(sizes: Arguments, xp: Any) -> None:
     for rotation in ("none", "halves"):
         check(drawn(**sizes | ROTATIONS[rotation]), xp)
     check(drawn(place="pages of 3", **sizes), xp)
@@ -196,10 +196,8 @@ def test_nothing_to_do_is_done(sizes: Arguments, xp: Any) -> None:
 
 @pytest.mark.usefixtures("unchecked_integers")
 @pytest.mark.parametrize("why", ["nothing is new", "there is no room"])
-def test_a_million_sequences_with_nothing_to_write_cost_no_step_of_a_loop(
-    why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last one has a new key and room for it."""
+def test_a_million_sequences_with_nothing_to_write_cost_no_loop_step(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last one has a new key and room for it."""
     placed, pages_of, count = [], append._pages, 10**6
     monkeypatch.setattr(append, "_pages", lambda b, *more: placed.append(b) or pages_of(b, *more))
     cache, is_last = np.zeros((count, 1, 1, 4), "f4"), np.arange(count) == count - 1
@@ -213,12 +211,12 @@ def test_a_million_sequences_with_nothing_to_write_cost_no_step_of_a_loop(
     assert (cache == is_last[:, None, None, None]).all()
 
 
-def test_what_nobody_may_read_may_hold_anything(xp: Any) -> None:
+def test_rows_and_positions_that_are_not_read_may_hold_anything(xp: Any) -> None:
     first_row = 0 if xp is np else 1  # bounds in host memory begin at 0
     call = drawn("float16", "pages of 3", new=(3, 0, 9), first_row=first_row, **ROTATIONS["halves"])
     call["k"][:first_row] = call["q"][:first_row] = np.nan  # rows of no sequence
     call["k"][-2:] = call["q"][-2:] = np.nan
-    call["rotary_cos"][29:] = call["rotary_sin"][29:] = np.nan  # positions that no row has
+    call["rotary_cos"][29:] = call["rotary_sin"][29:] = np.nan  # positions without rows
     check(call, xp)
 
 

@@ -1,4 +1,4 @@
-"""`append_kv` on GPUs alone: PyTorch, CUDA graphs, memory, and caches of more than 2³¹ elements."""
+"""`append_kv` on a GPU only: PyTorch, CUDA graphs, memory, and caches of more than 2³¹ elements."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.gpu
 
 
 def done(call: Arguments) -> list[Any]:
-    """What the call leaves in the caches, and what it returns."""
+    """Returns the caches after the call, and its result."""
     result = cuflash.append_kv(**call)
     return [call["k_cache"], call["v_cache"], *([] if result is None else [result])]
 
 
 def as_torch(call: Arguments) -> Arguments:
-    """The call with PyTorch's tensors on the GPU, and the same bits in its caches."""
+    """Returns the call with PyTorch tensors on the GPU, with the same bits in its caches."""
     torch = pytest.importorskip("torch")
     arguments = in_library(call, lambda x: torch_of(x, "cuda") if x.dtype.kind != "i" else torch.from_numpy(x).cuda())
-    for name in ("k_cache", "v_cache"):  # why: bfloat16 goes through float32, which changes the bits of NaN
+    for name in ("k_cache", "v_cache"):  # bfloat16 goes through float32, which changes the bits of NaN
         arguments[name].view(torch.uint8).fill_(0xFF)
     return arguments
 
@@ -67,7 +67,7 @@ def test_a_captured_graph_replays_with_other_lengths_and_places(cupy: Any, place
         assert identical(results, expected(call))
 
 
-def test_torch_captures_it_too() -> None:
+def test_torch_captures_append_kv_in_a_graph() -> None:
     torch = pytest.importorskip("torch")
     call = drawn("bfloat16", "pages of 16", new=1, **ROTATIONS["halves"])
     arguments = as_torch(call)

@@ -1,6 +1,6 @@
-"""`cuflash.backward` as it is called, on NumPy and on a GPU alike: states of any origin, layouts, masks.
+"""`cuflash.backward` on NumPy and on a GPU: states of any origin, layouts, masks.
 
-What only a GPU has stands in `test_backward_gpu`, what is refused in `test_bad_gradients`.
+`test_backward_gpu` has tests for a GPU only, `test_bad_gradients` bad input.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def test_out_and_lse_of_any_origin_give_the_same_gradients(dtype: str, origin: s
         out, lse = cuflash.merge_states(*states(case, args, 70, out_dtype))
         args = args._replace(out=out, lse=lse)
     assert args.out.dtype == numpy_dtype(out_dtype or dtype)
-    # A state that was merged in 16 bits has been rounded twice.
+    # A state merged in 16 bits is rounded twice.
     check(case, args, backward(case, args), ulps=2 * ULPS[dtype])
     check(case, args, backward(case, args, deterministic=True), ulps=2 * ULPS[dtype])
 
 
 def states(case: Case, args: BackwardArgs, cut: int, out_dtype: str | None = None) -> tuple[list[Any], list[Any]]:
-    """Outs and lses over the keys before and after `cut`."""
+    """Returns outs and lses over the keys before and after `cut`."""
     results = [
         cuflash.forward(args.q, args.k[keys], args.v[keys], return_lse=True, out_dtype=out_dtype, **half.arguments())
         for half, keys in parts(case, [0, cut, case.seqlen_k])
@@ -68,7 +68,7 @@ def states(case: Case, args: BackwardArgs, cut: int, out_dtype: str | None = Non
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (40, 30), "diagonal_offset": 5}], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_halves_of_the_keys_with_the_merged_state_give_the_gradients_of_the_whole(
+def test_halves_of_the_keys_with_the_merged_state_give_whole_gradients(
     dtype: str, mask: dict[str, Any], deterministic: bool, xp: Any
 ) -> None:
     case = Case("halves", 2, 100, 150, 4, 2, 64, 64, dtype, **mask)
@@ -81,7 +81,7 @@ def test_halves_of_the_keys_with_the_merged_state_give_the_gradients_of_the_whol
     ]
     (dq0, dk0, dv0), (dq1, dk1, dv1) = ([host(x) for x in part] for part in results)
     dq = (dq0.astype("f8") + dq1.astype("f8")).astype(dq0.dtype)
-    # Each half's dq was rounded before they were added, and out before it was merged.
+    # Three roundings: of each half's dq before their sum, and of out before the merge.
     check(case, args, (dq, np.concatenate([dk0, dk1], 1), np.concatenate([dv0, dv1], 1)), ulps=3 * ULPS[dtype])
 
 
@@ -96,7 +96,7 @@ HIDING = [
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("case", HIDING, ids=lambda case: case.name)
-def test_what_nobody_sees_gets_zeros_and_gives_nothing_whatever_it_holds(case: Case, poison: float, xp: Any) -> None:
+def test_hidden_rows_get_gradient_zero_and_do_not_change_others(case: Case, poison: float, xp: Any) -> None:
     mask = case.problem().mask
     query_range, key_range = mask.row_range(0, case.seqlen_k), mask.key_range(0, case.seqlen_q)
     blind = np.r_[0 : query_range[0], query_range[1] : case.seqlen_q]
@@ -120,14 +120,14 @@ def test_what_nobody_sees_gets_zeros_and_gives_nothing_whatever_it_holds(case: C
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_nan_that_is_seen_stays_out_of_rows_and_keys_beside_it_that_see_nothing(deterministic: bool, xp: Any) -> None:
+def test_a_visible_nan_stays_out_of_hidden_rows_and_keys_beside_it(deterministic: bool, xp: Any) -> None:
     rows = Case("rows", 1, 64, 32, 4, 2, 64, 40, "float16", causal=True)  # rows 0 to 31 see nothing
     args = backward_args(rows, xp)
     args.k[0, 0] = args.v[0, 0] = np.nan
     dq = host(backward(rows, args, deterministic=deterministic)[0])
     assert np.isnan(dq[:, 32:].astype("f4")).any()
     assert not dq[:, :32].any()
-    keys = Case("keys", 1, 32, 64, 4, 2, 64, 40, "float16", causal=True, diagonal_offset=0)  # 32 to 63 are not seen
+    keys = Case("keys", 1, 32, 64, 4, 2, 64, 40, "float16", causal=True, diagonal_offset=0)  # keys 32 to 63 are hidden
     args = backward_args(keys, xp)
     args.q[0, 5] = args.dout[0, 5] = np.nan
     for gradient in map(host, backward(keys, args, deterministic=deterministic)[1:]):
@@ -147,7 +147,7 @@ def test_head_dims_padded_with_zeros_change_nothing(dtype: str, xp: Any) -> None
     check(case, args, tuple(gradient[..., :40] for gradient in got))
 
 
-# There is NaN around all of them. Rows begin at multiples of 16 bytes in "vectors" alone.
+# NaN surrounds all of them. Only in "vectors" do rows begin at multiples of 16 bytes.
 AROUND = {"before": (1, 1, 1, 1)}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "surrounded": {},
@@ -159,7 +159,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "every_second": {"steps": (2, 2, 2, 1)},
     "gaps": {"steps": (1, 1, 1, 2)},
 }
-TILED = ("vectors", "transposed", "reversed", "gaps")  # for which Hopper has a kernel of its own, if only by a copy
+TILED = ("vectors", "transposed", "reversed", "gaps")  # Hopper's kernels take these layouts, some after a copy
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

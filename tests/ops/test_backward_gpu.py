@@ -1,7 +1,7 @@
-"""What the GPU path of `cuflash.backward` alone has: the whole case table, lengths around a tile, repeats,
-streams, frameworks, memory, split groups and offsets past 2³¹ elements.
+"""`cuflash.backward` on a GPU only: the whole case table, lengths around a tile, repeats, streams and frameworks.
 
-Whatever is allocated here is filled with NaN first, so that what is not written shows.
+It also tests memory, split groups and offsets past 2³¹ elements. New memory is filled with NaN, so that elements that
+no kernel writes show.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAUNCHED = Case("launched", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", ["cupy", "torch"])
-def test_gpu_what_no_kernel_writes_is_nan(cupy: Any, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_new_memory_holds_nan(cupy: Any, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workspaces = []
 
     def launch_nothing(kernels: LoadedPlan, pointers: tuple[int, ...], stream: int) -> bool:
@@ -50,7 +50,7 @@ def test_gpu_what_no_kernel_writes_is_nan(cupy: Any, name: str, dtype: str, monk
     q, k, v = map(GPU_MAKERS[name], replace(LAUNCHED, seqlen_k=1100, dtype=dtype).arrays())
     out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
     grads = cuflash.backward(out, q, k, v, out, lse, causal=True)
-    decoded = cuflash.forward(q[:, :1], k, v)  # whose workspace lies in memory that calls share
+    decoded = cuflash.forward(q[:, :1], k, v)  # its workspace lies in memory shared by calls
     assert all(np.isnan(as_numpy(x)).all() for x in (out, lse, *grads, decoded))
     assert len(workspaces) > 1
     assert all(workspaces)
@@ -73,7 +73,7 @@ def test_gpu_agrees_with_float64(cupy: Any, case: Case, deterministic: bool) -> 
 @given(problems(longest=200, widest=256), st.booleans(), st.booleans(), st.integers(0, 2**31))
 def test_gpu_agrees_on_random_problems(cupy: Any, case: Case, dlse: bool, deterministic: bool, seed: int) -> None:
     args = backward_args(case, cupy, seed, dlse=dlse)
-    # A hundred draws meet less fortunate sums than one table does.
+    # A hundred draws meet larger errors than the table of cases.
     check(case, args, backward(case, args, deterministic=deterministic), ulps=2 * ULPS[case.dtype])
 
 
@@ -91,7 +91,7 @@ def test_gpu_every_element_is_written_at_lengths_around_a_tile(cupy: Any, length
 @pytest.mark.gpu
 @DETERMINISTIC
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-def test_gpu_float32_error_is_at_most_four_times_that_of_a_naive_float32_computation(
+def test_gpu_float32_error_is_at_most_four_times_the_naive_float32_error(
     cupy: Any, head_dim: int, deterministic: bool
 ) -> None:
     case = Case("float32", 1, 300, 290, 2, 1, head_dim, head_dim, "float32")
@@ -99,12 +99,12 @@ def test_gpu_float32_error_is_at_most_four_times_that_of_a_naive_float32_computa
     got = backward(case, args, deterministic=deterministic)
     arguments = case, *map(host, (args.dout, args.q, args.k, args.v, args.dlse))
     for x, exact, naive in zip(got, oracle.gradients64(*arguments), oracle.naive_gradients(*arguments), strict=True):
-        # The root of the mean square, where the rule takes the largest: no luck is left in it.
+        # The root mean square varies less than the largest error, which the rule takes.
         assert np.linalg.norm(host(x) - exact) <= 4 * np.linalg.norm(naive - exact)
 
 
 @pytest.mark.gpu
-def test_gpu_nan_that_is_seen_is_not_hidden(cupy: Any) -> None:
+def test_gpu_visible_nan_reaches_the_gradients(cupy: Any) -> None:
     case = Case("nan", 1, 200, 200, 1, 1, 64, 64, "float16", causal=True)
     args = backward_args(case, cupy)
     args.dout[0, 70, 0, 1] = cupy.nan
@@ -124,7 +124,7 @@ UNSUPPORTED = [(dtype, dims, rf"{max(dims)}.*256") for dtype, dims in OVER_256]
 @pytest.mark.gpu
 @DETERMINISTIC
 @pytest.mark.parametrize(("dtype", "dims", "words"), [*UNSUPPORTED, ("float64", (64, 64), "float64.*cast to float32")])
-def test_gpu_what_has_no_kernel_is_unsupported_and_the_next_call_works(
+def test_gpu_a_call_without_a_kernel_is_unsupported_and_the_next_works(
     cupy: Any, dtype: str, dims: tuple[int, int], words: str, deterministic: bool
 ) -> None:
     q, v = (cupy.zeros((1, 33, 1, dim), dtype) for dim in dims)
@@ -136,7 +136,7 @@ def test_gpu_what_has_no_kernel_is_unsupported_and_the_next_call_works(
 
 
 @pytest.mark.gpu
-def test_gpu_a_thousand_deterministic_repeats_are_the_same_bits_and_others_are_close(cupy: Any) -> None:
+def test_gpu_a_thousand_deterministic_repeats_have_the_same_bits(cupy: Any) -> None:
     case = Case("repeats", 1, 384, 384, 8, 2, 64, 64, "float16", causal=True)
     args = backward_args(case, cupy)
     first = backward(case, args, deterministic=True)
@@ -150,8 +150,8 @@ def test_gpu_a_thousand_deterministic_repeats_are_the_same_bits_and_others_are_c
         for i, (got, expected) in enumerate(zip(backward(case, args), first, strict=True)):
             furthest[i] = cupy.maximum(furthest[i], cupy.abs(got.astype("f4") - expected.astype("f4")).max())
     for apart, expected in zip(furthest, first, strict=True):
-        # The sums of float32 differ in their last places, which may round to the next number of 16 bits, or the one
-        # after where dq was made by another kernel.
+        # float32 sums differ in their last bits, which may round to the next 16-bit number, or to the one after it if
+        # another kernel computed dq.
         assert float(apart) <= 2 * 2.0**-10 * float(cupy.abs(expected).max())
 
 
@@ -213,7 +213,7 @@ def test_gpu_work_runs_on_the_callers_stream(cupy: Any, deterministic: bool) -> 
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     for stream in streams:
         with stream:
-            # The inputs are made on this stream just before: on another one they would not be there yet.
+            # The inputs are computed on this stream just before: on another stream they would not be ready.
             big = cupy.zeros(1 << 27, "float32")
             for _ in range(3):
                 big += 1
@@ -245,7 +245,7 @@ def test_gpu_torch_work_runs_on_its_current_stream(deterministic: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_memory_beyond_the_outputs_is_that_of_dq_in_float32_or_a_few_bytes_a_row(cupy: Any) -> None:
+def test_gpu_workspace_is_dq_in_float32_or_a_few_bytes_for_each_row(cupy: Any) -> None:
     case = Case("memory", 1, 8192, 8192, 4, 4, 64, 64, "float16", causal=True)
     args = backward_args(case, cupy)
     rows, slack = 4 * 8192, 8 * 512  # the pool hands out multiples of 512 bytes
@@ -257,7 +257,7 @@ def test_gpu_memory_beyond_the_outputs_is_that_of_dq_in_float32_or_a_few_bytes_a
         with cupy.cuda.using_allocator(pool.malloc):
             got = backward(case, args, deterministic=deterministic)
         outputs = sum(x.nbytes for x in got)
-        grown = pool.total_bytes()  # what was freed again is counted, as the pool keeps it
+        grown = pool.total_bytes()  # freed memory counts, too, as the pool keeps it
         assert outputs <= grown <= outputs + 16 * rows + slack + (4 * args.q.size if float32 else 0)
 
 
@@ -289,7 +289,7 @@ def test_gpu_work_runs_where_the_arrays_are(cupy: Any) -> None:
     args = backward_args(LAUNCHED, cupy)
     with cupy.cuda.Device(1):
         other = args.on(cupy)
-    got = backward(LAUNCHED, other, deterministic=True)  # while GPU 0 is the current one
+    got = backward(LAUNCHED, other, deterministic=True)  # GPU 0 is the current device
     assert {x.data.device_id for x in got} == {1}
     assert identical(got, backward(LAUNCHED, args, deterministic=True))
     with pytest.raises(ProblemError, match="cuda:1"):

@@ -1,4 +1,4 @@
-"""Block masks: made once, given to many calls, and refused where they do not fit."""
+"""Block masks: made once for many calls, and refused by calls that they do not fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def block_mask_of(name: str, **more: Any) -> cuflash.BlockMask:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_call_with_a_block_mask_is_that_with_its_mask_mod(name: str) -> None:
+def test_a_call_with_a_block_mask_equals_the_call_with_its_mask_mod(name: str) -> None:
     q, k, v = inputs()
     block_mask = block_mask_of(name)
     sizes = block_mask.sizes
@@ -71,7 +71,7 @@ def test_mask_tiles_are_of_the_library_of_like(library: str) -> None:
     )
 
 
-def test_a_block_mask_tells_what_it_is() -> None:
+def test_repr_of_a_block_mask_shows_its_sizes_and_tiles() -> None:
     text = repr(cuflash.create_block_mask(lambda b, h, q, k: k < 64, 1, 1, 64, 256, like=np.zeros(1)))
     assert text == "BlockMask(batch=1, heads=1, seqlen_q=64, seqlen_k=256, cells: 75% empty, 0% partial, 25% full)"
 
@@ -111,19 +111,19 @@ CAUSE = {
         {},
         {"seqused_k": np.array([9, 9], np.int32)},
         "of lengths",
-        "without the arrays that tell the lengths",
+        "without arrays of lengths of k",
     ),
     "with lengths of one sequence": (
         {"batch": 1, "seqused_k": np.array([10], np.int32)},
         {"seqused_k": np.array([10, 200], np.int32)},
         "document",
-        "knows those of one sequence alone, but the call has 2 sequences",
+        "holds the lengths of one sequence, but the call has 2 sequences",
     ),
     "without lengths": (
         {"batch": 2, "seqused_q": np.array([9, 9], np.int32)},
         {},
         "document",
-        "with arrays that tell the le",
+        "made with arrays of lengths of q",
     ),
 }
 
@@ -152,7 +152,7 @@ def test_lengths_that_make_no_block_mask(name: str) -> None:
         block_mask_of("document", **BAD[name][0])
 
 
-def test_what_is_no_block_mask_is_refused() -> None:
+def test_other_values_than_block_masks_are_refused() -> None:
     with pytest.raises(cuflash.ProblemError, match="block_mask is an ndarray; give what create_block_mask returned"):
         cuflash.forward(*inputs(), block_mask=block_mask_of("document").cells)
 

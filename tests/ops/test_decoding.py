@@ -1,6 +1,6 @@
-"""Few queries over many keys on a GPU, which are shared out among thread blocks: against float64.
+"""Few queries over many keys on a GPU, split among thread blocks, against float64.
 
-All of it runs on Hopper's own kernels, where the GPU has them, and on those for any GPU.
+All of it runs on Hopper's kernels, if the GPU has them, and on the kernels for any GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_every_kind_of_cache_and_head_dim(cupy: Any, case: Sequences, dims: tupl
 def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int], queries: int) -> None:
     for case in (ROWS, replace(PAGES, page_size=8)):
         args = varlen_arrays(replace(case, queries=(queries,) * 6, heads=heads))
-        for num_splits in (0, 3):  # on Hopper the blocks of up to 128 rows are those of a warp if it may choose
+        for num_splits in (0, 3):  # with 0 Hopper may run narrow.cu on up to 128 rows
             check(args, *forward(args, cupy, num_splits=num_splits))
 
 
@@ -140,7 +140,7 @@ def test_wrong_integers_leave_nothing_behind(cupy: Any) -> None:
             assert identical(forward(args, cupy), right)
 
 
-def test_a_graph_that_was_captured_with_short_lengths_replays_with_long_ones(cupy: Any) -> None:
+def test_a_graph_captured_with_short_lengths_replays_with_long_ones(cupy: Any) -> None:
     args = varlen_arrays(PAGES)
     arguments = args.arguments(cupy)
     used = arguments["seqused_k"]
@@ -177,7 +177,7 @@ extern "C" __global__ void late(int* lengths, int count, int length, long long c
 @pytest.mark.parametrize("sizes", [(1, 4000, 8, 2), (3, 3000, 8, 2), (30, 700, 4, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [0, 4, 100])
-def test_lengths_that_a_kernel_ahead_writes_last_are_those_that_count(
+def test_lengths_that_an_earlier_kernel_writes_last_count(
     cupy: Any, page_size: int, sizes: tuple[int, ...], head_dim: int
 ) -> None:
     batch, keys, *heads = sizes
@@ -200,7 +200,7 @@ def test_lengths_that_a_kernel_ahead_writes_last_are_those_that_count(
 
 
 def test_there_is_room_for_all_splits_that_the_device_makes(cupy: Any) -> None:
-    # Query blocks are a few more than four for each SM: there are about as many splits as there may be.
+    # Slightly more than four query blocks for each SM: about as many splits as possible.
     num_sms = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
     for batch, keys in ((num_sms + 1, 8193), (num_sms + 1, 8320), (num_sms // 2 + 3, 2500)):
         shapes = (batch, 1, 16, 64), (batch, keys, 4, 64), (batch, keys, 4, 64)
@@ -224,10 +224,10 @@ def test_there_is_room_for_all_splits_of_unequal_sequences(batch: int, heads: in
         lengths[0] = 8192
     q = cupy.asarray(rng.standard_normal((batch, 1, heads, 64)), "float16")
     k, v = cupy.asarray(rng.standard_normal((2, 64, 128, heads, 64), "float32"), "float16")
-    pages = cupy.asarray(np.tile(np.arange(64, dtype="int32"), (batch, 1)))  # all sequences have the same
+    pages = cupy.asarray(np.tile(np.arange(64, dtype="int32"), (batch, 1)))  # all sequences share the pages
     more: dict[str, Any] = {"seqused_k": cupy.asarray(lengths), "page_table": pages, "return_lse": True}
     whole, whole_lse = cuflash.forward(q, k, v, **more, num_splits=1)
-    for _ in range(2):  # a piece that nobody took would be missed by the second call, too
+    for _ in range(2):  # a work tile left over by the first call would break the second
         out = cupy.full_like(q, cupy.nan)
         _, lse = cuflash.forward(q, k, v, **more, out=out)
         assert float(abs(out - whole).max()) < 2e-3

@@ -1,4 +1,4 @@
-"""Seeds of dropout become arrays of the library of a call."""
+"""Dropout seeds become arrays of the library of a call."""
 
 from __future__ import annotations
 

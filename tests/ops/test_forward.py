@@ -80,7 +80,7 @@ def test_gpu_agrees_with_float64_and_repeats_bitwise(cupy: Any, case: Case, algo
     assert bool((bits(lse_again) == bits(lse)).all())
 
 
-# why: of multiples of 8 in 16 bits, rows begin at multiples of 16 bytes, and Hopper has kernels for them alone.
+# With head dims of multiples of 8 in 16 bits, rows begin at multiples of 16 bytes, as Hopper's kernels need.
 DRAWN = problems(longest=200, widest=256) | problems(longest=200, widest=256, step=8)
 
 
@@ -94,7 +94,7 @@ def test_gpu_agrees_on_random_problems(cupy: Any, case: Case, algorithm: str, se
     q, k, v = map(cupy.asarray, arrays)
     out = poisoned(exact.shape, q.dtype)
     _, lse = cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True, out=out, **case.arguments())
-    # A handful of numbers has a handful of errors: the floor of a few units keeps luck out of the comparison.
+    # Few numbers have few errors: a floor of a few units keeps chance out of the comparison.
     unit, unit_of_lse = oracle.units_of(case.problem().softmax_scale, *arrays, case.dtype)
     oracle.assert_close("out", out.get(), exact, naive, ulps=4, unit=unit)
     oracle.assert_close("lse", lse.get(), exact_lse, naive_lse, ulps=4, unit=unit_of_lse)
@@ -102,7 +102,7 @@ def test_gpu_agrees_on_random_problems(cupy: Any, case: Case, algorithm: str, se
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_gpu_keys_that_nobody_sees_change_nothing_whatever_they_hold(cupy: Any, dtype: str) -> None:
+def test_gpu_hidden_keys_change_nothing_whatever_they_hold(cupy: Any, dtype: str) -> None:
     case = Case("hidden", 1, 70, 300, 2, 1, 64, 64, dtype, window_size=(20, 10), diagonal_offset=100)
     q, k, v = map(cupy.asarray, case.arrays())
     clean = cuflash.forward(q, k, v, return_lse=True, **case.arguments())
@@ -119,7 +119,7 @@ def test_gpu_keys_that_nobody_sees_change_nothing_whatever_they_hold(cupy: Any, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_gpu_nan_that_is_seen_comes_out_in_its_rows_alone(cupy: Any, dtype: str, algorithm: str) -> None:
+def test_gpu_visible_nan_comes_out_only_in_rows_that_see_it(cupy: Any, dtype: str, algorithm: str) -> None:
     q, k, v = map(cupy.asarray, Case("nan", 1, 200, 200, 1, 1, 64, 64, dtype).arrays())
     q[0, 3, 0, 5] = q[0, 150, 0, 63] = cupy.nan
     out, lse = cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True)
@@ -131,9 +131,7 @@ def test_gpu_nan_that_is_seen_comes_out_in_its_rows_alone(cupy: Any, dtype: str,
 @pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_gpu_nan_that_is_seen_stays_out_of_rows_beside_it_that_see_nothing(
-    cupy: Any, dtype: str, algorithm: str
-) -> None:
+def test_gpu_visible_nan_stays_out_of_rows_beside_it_that_see_nothing(cupy: Any, dtype: str, algorithm: str) -> None:
     q, k, v = map(cupy.asarray, Case("blind", 1, 64, 32, 2, 1, 64, 40, dtype).arrays())
     k[0, 0] = v[0, 0] = cupy.nan
     out, lse = cuflash.forward(q, k, v, causal=True, algorithm=algorithm, return_lse=True)
@@ -161,7 +159,7 @@ def test_gpu_large_scores_stay_exact(cupy: Any, dtype: str, pattern: str, algori
     q, k, v = (x.astype(numpy_dtype(dtype)) for x in (q, k, v))
     case = Case("large", 1, 70, n, 1, 1, 16, 16, dtype, softmax_scale=1.0)
     exact, exact_lse = oracle.attention64(case, q, k, v)
-    # Against the scores in float32: rounding scores of 10^4 to 16 bits is no yardstick.
+    # Compared with scores in float32: rounding scores of 10^4 to 16 bits is too coarse.
     wide = replace(case, dtype="float32")
     naive, naive_lse = oracle.naive(wide, *(x.astype("f4") for x in (q, k, v)))
     arrays = map(cupy.asarray, (q, k, v))
@@ -192,7 +190,7 @@ def test_gpu_many_keys_agree_with_float64(cupy: Any, dtype: str, head_dims: tupl
     case = Case("many", 1, 200, 2900, 4, 2, *head_dims, dtype, **MANY[name])
     q, k, v = case.arrays()
     heights = {"rising": np.linspace(0, 20, 2900), "falling": np.linspace(20, 0, 2900)}.get(name)
-    if heights is not None:  # maxima that move from tile to tile, either way
+    if heights is not None:  # maxima rise or fall from tile to tile
         k = (k * heights[None, :, None, None]).astype(k.dtype)
     out = poisoned((1, 200, 4, head_dims[1]), numpy_dtype(dtype))
     lse = cuflash.lse(*map(cupy.asarray, (q, k)), **case.arguments())
@@ -219,9 +217,7 @@ def test_gpu_softcap_of_any_size_is_exact(cupy: Any, dtype: str, softcap: float)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_gpu_float32_error_is_at_most_four_times_that_of_float32_matmul_softmax_matmul(
-    cupy: Any, head_dim: int
-) -> None:
+def test_gpu_float32_error_is_at_most_four_times_the_unfused_float32_error(cupy: Any, head_dim: int) -> None:
     case = Case("fp32", 1, 300, 2000, 1, 1, head_dim, head_dim, "float32")
     arrays = case.arrays()
     exact, _ = oracle.attention64(case, *arrays)

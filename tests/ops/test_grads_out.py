@@ -1,4 +1,4 @@
-"""`cuflash.backward` into arrays of the caller, on NumPy and on a GPU alike: strides, rows of no sequence, refusals."""
+"""`grads_out` of `cuflash.backward`, on NumPy and on a GPU: strides, rows of no sequence, refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_parts_of_one_packed_array_are_written_and_nothing_beside_them(
 ) -> None:
     case = Case("packed", 2, 65, 65, 4, 4, *dims, dtype, causal=True)
     args = backward_args(case, xp)
-    # why: where all rows begin at multiples of 16 bytes, Hopper has kernels of its own for any head dim.
+    # If all rows begin at multiples of 16 bytes, Hopper's kernels take any head dim.
     wide = {
         name: laid_out(x, after=(0, 0, 0, 8 + -x.shape[3] % 8)) for name, x in args._asdict().items() if x.ndim == 4
     }
@@ -54,7 +54,7 @@ def test_parts_of_one_packed_array_are_written_and_nothing_beside_them(
 
 @DETERMINISTIC
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_any_strides_are_those_of_new_arrays(layout: str, deterministic: bool, xp: Any) -> None:
+def test_gradients_of_any_strides_equal_new_arrays(layout: str, deterministic: bool, xp: Any) -> None:
     case = Case("layout", 2, 65, 129, 4, 2, 40, 64, "float16", window_size=(40, 9))
     args = backward_args(case, xp)
     for fill in (0.0, np.nan):
@@ -87,9 +87,7 @@ VARLEN_OPS = [
 @DETERMINISTIC
 @pytest.mark.parametrize("layout", ["vectors", "every_second", "gaps"])
 @pytest.mark.parametrize("case", VARLEN_OPS, ids=lambda case: case.name)
-def test_rows_of_no_sequence_become_0_in_arrays_that_are_given(
-    case: Sequences, layout: str, deterministic: bool, xp: Any
-) -> None:
+def test_rows_of_no_sequence_become_0_in_grads_out(case: Sequences, layout: str, deterministic: bool, xp: Any) -> None:
     args = varlen_arrays(case)
     arguments = args.arguments(xp)
     targets = [laid_out(xp.full_like(arguments[name], xp.nan), fill=5.0, **LAYOUTS[layout]) for name in "qkv"]
@@ -108,7 +106,7 @@ def test_tensors_are_written_where_they_are() -> None:
 
 
 def overlapping(xp: Any, args: BackwardArgs) -> dict[str, tuple[Any, ...]]:
-    """Gradients that do not fit, by words of the refusal."""
+    """Returns bad gradient arrays, by the text of the error."""
     dq, dk, dv = (xp.zeros_like(x) for x in args[1:4])
     pool = xp.zeros((2, 65, 4, 192), "f2")
     separate = "memory of its own"

@@ -1,4 +1,4 @@
-"""Calls that are large in one way: 2²⁰ queries and keys, more than 65,535 batches and heads, more than 2³¹ elements."""
+"""Large calls: 2²⁰ queries and keys, more than 65,535 batches and heads, more than 2³¹ elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuflash.testing.layouts import host, identical, reversed_keys
 
 pytestmark = pytest.mark.gpu
 
-BATCH = 70_001  # more than the 65,535 that a grid of CUDA's has in its second and third dimension
+BATCH = 70_001  # over 65,535, CUDA's limit for the second and third dimension of a grid
 LAYOUTS = pytest.mark.parametrize("is_aligned", [True, False], ids=["aligned", "reversed"])  # Hopper's kernels, or any
 
 
@@ -52,14 +52,14 @@ def test_a_million_queries_and_keys(cupy: Any, head_dim: int, causal: bool) -> N
 def test_more_batches_than_a_grid_has_in_a_dimension(
     cupy: Any, queries: int, heads: tuple[int, int], is_aligned: bool
 ) -> None:
-    """The same few problems over and over, whose results are the same bits each time."""
+    """A few problems, repeated: their results have the same bits each time."""
     few, change = 1000, layout(is_aligned)
     case = Case("batch", few, queries, 20, *heads, 64, 64, "bfloat16", causal=True)
     small = [cupy.asarray(x) for x in case.arrays()]
     number = cupy.arange(BATCH) % few
     many = [change(x[number]) for x in small]
     small = [change(x) for x in small]
-    # why a fixed split: the number of batches would choose another way to share out the keys
+    # A fixed number of splits: by default it depends on the number of batches.
     more = {"causal": True, "return_lse": True, "num_splits": 1}
     results = [(*cuflash.forward(*arrays, **more), cuflash.lse(*arrays[:2], causal=True)) for arrays in (small, many)]
     check(case, [host(x) for x in small], *results[0])
@@ -79,7 +79,7 @@ def test_more_sequences_than_a_grid_has_in_a_dimension(cupy: Any) -> None:
     varlen_kwargs = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 3, "max_seqlen_k": 3}
     out, lse = cuflash.forward(q, k, v, **varlen_kwargs, causal=True, return_lse=True)
     gradients = cuflash.backward(out, q, k, v, out, lse, **varlen_kwargs, causal=True, deterministic=True)
-    # Of each length all sequences together, as batches of a dense call.
+    # All sequences of one length are the batches of a dense call.
     begins = np.append(0, np.cumsum(lengths))[:-1]
     for length in (1, 2, 3):
         rows = cupy.asarray(begins[lengths == length][:, None] + np.arange(length))
@@ -95,7 +95,7 @@ def test_more_sequences_than_a_grid_has_in_a_dimension(cupy: Any) -> None:
 @LAYOUTS
 @pytest.mark.parametrize("queries", [1, 130])
 def test_k_and_v_and_their_gradients_of_more_than_2_31_elements(cupy: Any, queries: int, is_aligned: bool) -> None:
-    """The same 1024 keys over and over, so many that each weighs 2⁻¹⁵ of what it does alone."""
+    """1024 keys, repeated so often that each weighs 2⁻¹⁵ of its weight alone."""
     need_memory(cupy, 44)
     few, times, change = 1024, 2**15, layout(is_aligned)
     case = Case("keys", 1, queries, few, 1, 1, 80, 80, "bfloat16")
@@ -105,11 +105,11 @@ def test_k_and_v_and_their_gradients_of_more_than_2_31_elements(cupy: Any, queri
     out, lse = cuflash.forward(q, *many, return_lse=True)
     exact, exact_lse = oracle.attention64(case, *map(host, (q, k, v)))
     assert np.abs(host(out).astype("f8") - exact).max() < 2**-7 * np.abs(exact).max()
-    # why so far off: a sum in float32 of weights that repeat rounds the same way over and over, 1.4e-3 in all here.
+    # A float32 sum of repeated weights rounds the same way each time, by 1.4e-3 in all here.
     for got in (lse, cuflash.lse(q, many[0])):
         np.testing.assert_allclose(host(got), exact_lse + np.log(times), atol=4e-3)
     if not is_aligned and queries == 1:
-        return  # the gradients are those of the other layout's kernels
+        return  # the other layout's kernels compute its gradients, too
     dout = cupy.asarray(np.random.default_rng(1).standard_normal(q.shape).astype(q.dtype))
     _, dk, dv = cuflash.backward(dout, q, *many, out, lse)
     _, dk_few, dv_few = oracle.gradients64(case, *map(host, (dout, q, k, v)))

@@ -1,4 +1,4 @@
-"""Mask_mods that are a plain window are the plain call, with its plan."""
+"""Mask_mods that are a plain window run the plain call, with its plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuflash import mods
 from cuflash.mods.analysis.intervals import Band, band
 from cuflash.mods.tracing.trace import trace
 
-# Masks, and the arguments that say the same.
+# Masks, and the equivalent arguments.
 WINDOWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "causal": (mods.causal, {"causal": True}),
     "sliding": (mods.sliding_window(5, 2), {"window_size": (5, 2)}),
@@ -34,7 +34,7 @@ MORE: list[dict[str, Any]] = [{"causal": True}, {"window_size": (3, 9)}, {"causa
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_the_plan_is_that_of_the_arguments(name: str) -> None:
+def test_a_window_mask_has_the_plan_of_the_arguments(name: str) -> None:
     mask_mod, same = WINDOWS[name]
     inputs = arrays("float32")
     for op in ("forward", "backward"):
@@ -56,7 +56,7 @@ def test_a_window_and_the_arguments_hide_together(name: str, more: dict[str, Any
     assert plan.problem.op.mod_spec is None
 
     def visible_to_all(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return mask_mod(b, h, q, k) & ((k % 2 == 0) | (k % 2 == 1))  # which is no window that anybody sees
+        return mask_mod(b, h, q, k) & ((k % 2 == 0) | (k % 2 == 1))  # not recognised as a window
 
     expected = cuflash.forward(*inputs, mask_mod=visible_to_all, **more)
     np.testing.assert_allclose(cuflash.forward(*inputs, mask_mod=mask_mod, **more), expected, rtol=1e-5, atol=1e-6)

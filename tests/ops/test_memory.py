@@ -1,4 +1,4 @@
-"""Arrays that are written to: what repeats itself or lies in other arrays is refused before anything is computed."""
+"""Arrays that are written to: overlap with themselves or with other arrays is refused before any work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cuflash.problem.checks import check_output
 
 # Strides, in elements, of arrays of 16 x 16 x 16 x 16 for which NumPy searches for minutes. The first repeats nothing.
 HARD = (160145596, 10008923, 623110, 35805), (97056184, 111475673, 44648488, 39211558)
-OVERLAPPING = {  # of (2, 5, 4, 6), in elements
+OVERLAPPING = {  # strides of (2, 5, 4, 6), in elements
     "rows": (100, 4, 24, 1),
     "heads": (120, 24, 5, 1),
     "batches": (119, 24, 6, 1),
@@ -31,7 +31,7 @@ OVERLAPPING = {  # of (2, 5, 4, 6), in elements
 
 
 def view(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """A view of zeros."""
+    """Returns a view of zeros."""
     return as_strided(np.zeros(2000, np.float32)[800:], shape, [stride * 4 for stride in strides])
 
 
@@ -63,7 +63,7 @@ def test_strides_that_cross_without_meeting_are_written_to() -> None:
 
 
 @pytest.mark.drawn(200)
-def test_an_array_repeats_memory_where_two_indices_have_one_place(seed: int) -> None:
+def test_an_array_repeats_memory_if_two_indices_have_one_offset(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = tuple(rng.integers(0 if seed % 10 == 0 else 1, 6, int(rng.integers(1, 5))).tolist())
     strides = tuple(rng.choice([0, 1, 2, 3, 5, 6, 7, 24, 25, 120, -2, -24], len(shape)).tolist())
@@ -74,9 +74,9 @@ def test_an_array_repeats_memory_where_two_indices_have_one_place(seed: int) -> 
 def test_hostile_strides_are_refused_in_seconds() -> None:
     begin = time.process_time()
     shape = (16, 16, 16, 16)
-    k, pool = np.zeros(shape, np.float16), np.zeros(2, np.float16)  # most elements of the views lie nowhere
+    k, pool = np.zeros(shape, np.float16), np.zeros(2, np.float16)  # most elements of the views lie outside any array
     out, q = (as_strided(pool[n:], shape, [2 * stride for stride in strides]) for n, strides in enumerate(HARD))
-    # why any: the views reach over most of memory, k and v perhaps among it
+    # Any input may be named: the views span most of memory, perhaps k and v, too.
     with pytest.raises(ProblemError, match=r"out, .*too long to tell whether it shares memory with [qkv]; give out"):
         cuflash.forward(q, k, k, out=out)
     far = (3000, 3000, 3002, 3003), (81532297952, 75497829363, 80858651486, 60664362978)

@@ -24,7 +24,7 @@ CASES = [
 
 
 def states(case: Case, xp: Any, parts: int) -> tuple[Any, list[Any], list[Any]]:
-    """(q, k, v) in xp and the states over `parts` pieces of the keys."""
+    """Returns (q, k, v) in xp and the states over `parts` parts of the keys."""
     arrays = [xp.asarray(x) for x in case.arrays()]
     q, k, v = arrays
     edges = np.linspace(0, case.seqlen_k, parts + 1).astype(int)
@@ -38,7 +38,7 @@ def test_parts_of_the_keys_merge_to_the_whole(case: Case, parts: int, xp: Any) -
     arrays, outs, lses = states(case, xp, parts)
     out, lse = cuflash.merge_states(outs, lses)
     assert out.dtype == outs[0].dtype
-    # The states were rounded to the dtype before they were merged: one unit for them, one for the result.
+    # One unit for the rounding of the states before the merge, one for the result.
     oracle.assert_attention(case, list(map(host, arrays)), host(out), ulps=2)
     oracle.assert_attention(case, list(map(host, arrays)), None, host(lse), ulps=4)
     again, _ = cuflash.merge_states(outs, lses)
@@ -59,7 +59,7 @@ def test_a_state_that_saw_nothing_counts_for_nothing(xp: Any) -> None:
 
 
 def merged(outs: Any, lses: Any) -> tuple[Any, Any]:
-    """The merged out and lse of states (first axis) whose lse is finite, by whole arrays in their precision."""
+    """Returns the merged out and lse of states (first axis) with finite lse, by whole arrays in their precision."""
     lse = lses.max(axis=0) + np.log(np.exp(lses - lses.max(axis=0)).sum(axis=0))
     return (np.exp(lses - lse)[..., None] * outs).sum(axis=0), lse
 
@@ -84,13 +84,13 @@ def test_gpu_states_of_any_layout_and_as_many_as_fit(cupy: Any) -> None:
     out, lse = cuflash.merge_states(outs, lses)
     rows = outs.get().transpose(0, 1, 3, 2, 4), lses.get()  # heads first, as lse has them
     exact, near = merged(*(x.astype("f8") for x in rows)), merged(*rows)
-    # why more units: the kernel adds the states one after the other, NumPy adds them in pairs.
+    # More units: the kernel adds the states one after the other, NumPy in pairs.
     oracle.assert_close("out", out.get().transpose(0, 2, 1, 3), exact[0], near[0], ulps=6)
     oracle.assert_close("lse", lse.get(), exact[1], near[1], ulps=6)
 
 
 @pytest.mark.parametrize("count", [MAX_STATES + 1, 2 * MAX_STATES, 2 * MAX_STATES + 37])
-def test_more_states_than_one_launch_takes_give_the_bits_of_one_after_the_other(count: int, xp: Any) -> None:
+def test_more_states_than_one_launch_takes_equal_pairwise_merges(count: int, xp: Any) -> None:
     rng = np.random.default_rng(0)
     outs = xp.asarray(rng.standard_normal((count, 2, 3, 2, 8)).astype("f4"))
     lses = xp.asarray(rng.standard_normal((count, 2, 2, 3)).astype("f4"))
@@ -101,11 +101,11 @@ def test_more_states_than_one_launch_takes_give_the_bits_of_one_after_the_other(
     assert identical(got, one)
     narrow, lse = cuflash.merge_states(outs.astype("f2"), lses)
     assert identical([lse], got[1:])
-    # It is rounded at most three times beside the rounding of the states.
+    # At most three roundings, beside the rounding of the states.
     np.testing.assert_allclose(host(narrow).astype("f4"), host(got[0]), rtol=4e-3, atol=2e-3)
 
 
-def test_all_states_are_judged_before_some_are_merged(xp: Any, nothing_runs: None) -> None:
+def test_all_states_are_validated_before_the_first_merge(xp: Any, nothing_runs: None) -> None:
     outs, lses = [xp.zeros((5, 2, 8), "f4")] * (MAX_STATES + 2), [xp.zeros((2, 5), "f4")] * (MAX_STATES + 2)
     with pytest.raises(ProblemError, match=rf"lses\[{MAX_STATES + 1}\] has shape \(2, 4\)"):
         cuflash.merge_states(outs, [*lses[:-1], lses[0][:, :4]])

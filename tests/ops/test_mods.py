@@ -1,4 +1,4 @@
-"""Mods through the public calls, on arrays in host memory of all libraries."""
+"""Mods through the public calls, on host arrays of all libraries."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_calls_take_arrays_of_all_libraries(name: str, library: str, monkeypatch
 
 
 def _single(call: Arrays) -> Arrays:
-    """The same call with arrays that float32 inputs may have."""
+    """Returns the call with its float64 arrays as float32, for float32 inputs."""
     return {name: x.astype("f4") if getattr(x, "dtype", None) == np.float64 else x for name, x in call.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "sinks"])
-def test_gradients_that_are_asked_for_are_slopes(name: str) -> None:
+def test_requested_gradients_equal_finite_differences(name: str) -> None:
     call, inputs = CALLS[name], arrays()
     asked = [{tilted: SLOPES, scaled: FACTOR}.get(call["score_mod"], TABLE)] if "score_mod" in call else []
     asked += [call[each] for each in ("bias", "sinks") if each in call and call[each].dtype != bool]
@@ -111,7 +111,7 @@ def test_gradients_that_are_asked_for_are_slopes(name: str) -> None:
             np.testing.assert_allclose(gradient[index], slope(lambda: loss(*inputs), x, index), rtol=1e-6, atol=1e-7)
 
 
-def test_an_array_that_is_used_twice_has_the_sum_of_its_gradients_and_each_keeps_its_dtype() -> None:
+def test_an_array_used_twice_gets_the_sum_of_its_gradients_in_its_dtype() -> None:
     table = normal(HEADS).astype("f2")
     half, inputs = normal(1, HEADS, 1, 1).astype("f4"), arrays("float32")
 
@@ -135,7 +135,7 @@ LENGTHS = ([0, 21, 21, 34], [0, 34, 39, 59])
 
 
 @pytest.mark.parametrize("place", ["packed", "padded", "cache", "pages"])
-def test_sequences_of_several_lengths_are_dense_calls_that_count_from_their_begin(place: str) -> None:
+def test_mods_of_variable_length_sequences_equal_dense_calls(place: str) -> None:
     queries, keys = LENGTHS
     q, k, v = normal(34, HEADS, DIM), normal(59, HEADS_KV, DIM), normal(59, HEADS_KV, DIM)
     offsets = np.array([0, 9, 40])
@@ -173,7 +173,7 @@ def test_sequences_of_several_lengths_are_dense_calls_that_count_from_their_begi
         rows, columns = slice(*queries[b : b + 2]), slice(*keys[b : b + 2])
         alone = [q[rows][None], k[columns][None], v[columns][None]]
         one = call | {"bias": call["bias"][b : b + 1, :, : queries[b + 1] - queries[b], : keys[b + 1] - keys[b]]}
-        # why so many: the numbers of sequences are part of dropout and of the mask.
+        # b sequences of zeros come first, as dropout and the mask depend on the number of the sequence.
         more = [np.concatenate([np.zeros_like(x)] * b + [x]) for x in alone]
         one["bias"] = np.concatenate([one["bias"]] * (b + 1))
         expected, wanted_lse = cuflash.forward(*more, return_lse=True, **one)
@@ -212,7 +212,7 @@ def test_seeds_of_all_kinds_that_are_equal_drop_the_same_weights() -> None:
         assert (cuflash.forward(*inputs, dropout_p=0, dropout_seed=unused) == plain).all()
 
 
-def test_what_changes_nothing_is_the_plain_call() -> None:
+def test_mods_that_change_nothing_run_the_plain_call() -> None:
     inputs = arrays("float32")
     out, lse = cuflash.forward(*inputs, return_lse=True)
     for call in ({"score_mod": lambda s, b, h, q, k: s}, {"mask_mod": lambda b, h, q, k: k >= 0}, {"dropout_p": 0.0}):

@@ -1,4 +1,4 @@
-"""Mods that are wrong: an error that shows the line and the way out, and no harm."""
+"""Bad mods: the error shows the line and the way out, and the next call works."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def float_index(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 MODS: dict[str, tuple[Any, str]] = {
     "a loop": (loops, WHERE + "loops"),
     "too many branches": (branches, WHERE + "branches.*32"),
-    "an operation that nobody knows": (in_steps, WHERE + "in_steps.*cumsum"),
+    "an unknown operation": (in_steps, WHERE + "in_steps.*cumsum"),
     "a whole array": (whole_array, r"whole array|returned"),
     "arithmetic of whole arrays": (of_whole_arrays, WHERE + "of_whole_arrays.*before the call"),
     "slices": (slices, WHERE + "slices.*slice it before the call"),
@@ -83,7 +83,7 @@ MODS: dict[str, tuple[Any, str]] = {
 def test_functions_that_cannot_be_traced(name: str) -> None:
     score_mod, message = MODS[name]
     inputs = arrays("float32")
-    for _ in range(2):  # why twice: nothing of the first may stay
+    for _ in range(2):  # twice: the first call must leave nothing behind
         with pytest.raises(cuflash.ProblemError, match=message):
             cuflash.forward(*inputs, score_mod=score_mod)
     out, lse = cuflash.forward(*inputs, return_lse=True)
@@ -94,14 +94,14 @@ def test_functions_that_cannot_be_traced(name: str) -> None:
     assert (cuflash.forward(*inputs) == out).all()
 
 
-def test_the_line_is_told_once() -> None:
+def test_an_error_names_the_line_once() -> None:
     table = np.zeros(KEYS, complex)
     with pytest.raises(cuflash.ProblemError) as caught:
         cuflash.forward(*arrays(), score_mod=lambda score, b, h, q_idx, k_idx: score + table[k_idx])
     assert str(caught.value).count("in <lambda>") == 1
 
 
-def test_an_array_as_the_share_is_refused_by_plan_and_by_doors_to_frameworks() -> None:
+def test_an_array_as_dropout_p_is_refused_by_plan_and_by_frameworks() -> None:
     shares, shape = np.array([0.0, 0.2]), (1, 8, 2, 16)
     for op in ("forward", "backward"):
         with pytest.raises(cuflash.ProblemError, match=re.escape("dropout_p is an array of shape (2,); give a number")):
@@ -119,7 +119,7 @@ def test_a_mask_mod_must_return_a_condition() -> None:
         cuflash.forward(*arrays(), mask_mod=lambda b, h, q, k: q - k)
 
 
-def test_an_error_of_the_function_is_told_with_where_it_came_from() -> None:
+def test_an_error_of_the_function_gets_a_note_about_the_trace() -> None:
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         raise KeyError("mine")
 
@@ -145,11 +145,11 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "NaN dropped": ({"dropout_p": float("nan"), "dropout_seed": 1}, "dropout_p=nan is not finite"),
     "an array of shares": (
         {"dropout_p": np.array([0.1, 0.2]), "dropout_seed": 1},
-        "dropout_p is an array of shape (2,); give a number, the share of weights to drop",
+        "dropout_p is an array of shape (2,); give a number, the fraction of weights to drop",
     ),
     "an array without axes": ({"dropout_p": np.array(0.1), "dropout_seed": 1}, "dropout_p=array(0.1) is an ndarray"),
-    "no number dropped": ({"dropout_p": None}, "dropout_p=None is a NoneType; give the share"),
-    "a class of shares": ({"dropout_p": np.float32}, "dropout_p=<class 'numpy.float32'> is a type; give the share"),
+    "no number dropped": ({"dropout_p": None}, "dropout_p=None is a NoneType; give the fraction"),
+    "a class": ({"dropout_p": np.float32}, "dropout_p=<class 'numpy.float32'> is a type; give the fraction"),
     "no seed": ({"dropout_p": 0.1}, "there is no dropout_seed; give an int of 64 bits, or an array"),
 }
 SEEDS: dict[str, tuple[Any, str]] = {
@@ -182,7 +182,7 @@ def test_arguments_that_do_not_fit(name: str) -> None:
             cuflash.plan(*inputs, **more)
 
 
-def test_the_materialised_algorithm_takes_none_of_it() -> None:
+def test_the_standard_algorithm_refuses_mods() -> None:
     for more in ({"score_mod": mods.alibi(4)}, {"sinks": SLOPES}, {"dropout_p": 0.5, "dropout_seed": 1}):
         with pytest.raises(cuflash.UnsupportedError, match="algorithm='standard' takes no score_mod, mask_mod, bias"):
             cuflash.forward(*arrays(), algorithm="standard", **more)

@@ -1,4 +1,4 @@
-"""`cuflash.plan`: what stands for an array, in the types in which callers have shapes and dtypes."""
+"""`cuflash.plan`: shapes in place of arrays, in the types of shapes and dtypes that users have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 import cuflash
 from cuflash.errors import ProblemError
 
-SHAPE = (70000, 7000, 1, 64)  # of 58 GiB: as int32, its bytes would be another number
+SHAPE = (70000, 7000, 1, 64)  # 58 GiB: the number of bytes overflows int32
 
 
 def planned(shape: Any = SHAPE, dtype: Any = "float16", **more: Any) -> Any:
@@ -27,14 +27,14 @@ def planned(shape: Any = SHAPE, dtype: Any = "float16", **more: Any) -> Any:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("integer", [np.int8, np.int32, np.uint16, np.int64])
-def test_shapes_of_numpys_integers_are_those_of_pythons(integer: Any) -> None:
+def test_shapes_of_numpy_integers_equal_shapes_of_python_ints(integer: Any) -> None:
     shape = SHAPE if np.iinfo(integer).max >= max(SHAPE) else (100, 100, 2, 64)
     lengths = [integer(length) for length in shape]
     assert planned(tuple(lengths)) == planned(lengths) == planned(shape)
     assert all(type(x) is int for spec in planned(lengths).problem.specs for x in (*spec.shape, *spec.strides))
 
 
-def test_lists_are_shapes_of_all_that_may_be_one() -> None:
+def test_lists_are_shapes_of_every_array_argument() -> None:
     bias, sinks = (300, 300), (8,)
     expected = planned((2, 300, 8, 64), bias=bias, sinks=sinks)
     assert planned([2, 300, 8, 64], bias=[*bias], sinks=[np.int32(8)]) == expected
@@ -42,7 +42,7 @@ def test_lists_are_shapes_of_all_that_may_be_one() -> None:
     assert planned([300, 8, 64], cu_seqlens_q=[5], cu_seqlens_k=[5]) == packed
 
 
-def test_gradients_of_shapes_are_planned_as_those_of_arrays() -> None:
+def test_gradients_of_shapes_are_planned_like_gradients_of_arrays() -> None:
     shape, bias, sinks = (2, 64, 4, 64), (1, 4, 64, 64), (4,)
     arrays = np.zeros(bias, "f2"), np.zeros(sinks, "f2")
     expected = planned(shape, op="backward", bias=arrays[0], sinks=arrays[1], captured_grads=arrays)
@@ -70,7 +70,7 @@ TABLE = np.ones((2, 4), "f4")
 
 
 def plans() -> list[Any]:
-    """Plans of every kind, without the GPU."""
+    """Returns plans of every kind, without the GPU."""
     kinds: list[dict[str, Any]] = [
         {}, {"op": "backward"}, {"op": "lse", "v": None}, {"seqused_k": (2,)}, {"algorithm": "standard"},
         {"causal": True, "window_size": (9, 0), "softcap": 3.0}, {"mask_mod": lambda b, h, i, j: i - j < 9},
@@ -92,7 +92,7 @@ def test_copies_of_a_plan_are_equal_to_it() -> None:
             assert same.problem.op is plan.problem.op
 
 
-def test_plans_of_another_process_are_equal_to_those_of_this_one(tmp_path: Path) -> None:
+def test_plans_of_another_process_equal_plans_of_this_one(tmp_path: Path) -> None:
     path = tmp_path / "plans"
     command = f"import pickle, test_plan; open({str(path)!r}, 'wb').write(pickle.dumps(test_plan.plans()))"
     paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
@@ -112,7 +112,7 @@ def test_plans_of_other_problems_differ() -> None:
     assert all(plan != base for plan in others)
 
 
-def test_exchanged_axes_are_seen_in_a_printed_plan() -> None:
+def test_a_printed_plan_shows_exchanged_axes() -> None:
     for shape, text in (
         ((3, 100, 8, 64), "batch 3, seqlen_q 100, seqlen_k 100, heads_q 8, heads_kv 8, head_dim 64, "),
         ((3, 8, 100, 64), "batch 3, seqlen_q 8, seqlen_k 8, heads_q 100, heads_kv 100, head_dim 64"),
@@ -148,7 +148,7 @@ def test_dtype_objects_stand_for_their_names(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(">f2"), np.int8, np.floating, np.dtype, float, 16, ["float16"], "half"])
-def test_what_is_no_dtype_of_attention_is_refused(dtype: Any) -> None:
+def test_other_values_than_dtypes_of_attention_are_refused(dtype: Any) -> None:
     with pytest.raises(ProblemError, match=r"q has dtype .*; give one of float16, bfloat16, float32, float64"):
         planned(dtype=dtype, bias=(7000, 7000))
 
@@ -162,7 +162,7 @@ def test_an_out_that_overlaps_itself_is_refused_as_calls_refuse_it() -> None:
 
 @pytest.mark.parametrize("value", [np.zeros(2), np.array("cpu"), ["forward"], np.float32, None], ids=repr)
 @pytest.mark.parametrize("op", ["forward", "lse", "backward"])
-def test_what_is_no_name_and_no_number_is_refused(op: str, value: Any) -> None:
+def test_other_values_than_names_and_numbers_are_refused(op: str, value: Any) -> None:
     shapes = ((2, 300, 8, 64),) * (2 if op == "lse" else 3)
     for name in ("op", "device", "algorithm", "num_splits"):
         if name == "device" and value is None:

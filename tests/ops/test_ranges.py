@@ -1,7 +1,4 @@
-"""How large and how small numbers may be, and how far NaN reaches, as `forward` and `backward` tell it.
-
-Each bound is that of a docstring.
-"""
+"""Limits of large and small numbers, and the reach of NaN, as the docstrings of `forward` and `backward` state them."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from cuflash.testing.layouts import host, identical, reversed_keys
 
 Array = np.ndarray[Any, Any]
 EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}
-# Hopper's kernels by the alignment of its arrays, and those for any GPU; the decoding ones by the number of queries.
+# Aligned arrays take Hopper's kernels, reversed ones the kernels for any GPU. One query takes the decoding kernels.
 LAYOUTS = {"aligned": lambda x: x, "reversed": reversed_keys}
 
 
 def of_scores(case: Case, height: float) -> tuple[Array, Array, Array]:
-    """Arrays whose scores are about so large, and differ by about 1 from key to key where their dtype can."""
+    """Returns arrays with scores of about this height, which differ by about 1 from key to key if the dtype allows."""
     rng, large = np.random.default_rng(int(abs(height))), min(abs(height) ** 0.5, 6e4)
     q, k, v = (rng.standard_normal(x.shape) for x in case.arrays())
     k /= np.sqrt(case.head_dim)
@@ -67,7 +64,7 @@ def test_weights_of_backward_are_off_by_more(head_dim: int, layout: str, dtype: 
     there = [LAYOUTS[layout](xp.asarray(x)) for x in (q, k, v)]
     out, lse = cuflash.forward(*there, softmax_scale=1.0, return_lse=True)
     gradients = cuflash.backward(xp.asarray(dout), *there, out, lse, softmax_scale=1.0)
-    # why not dq: each is a sum of weights that cancel times a k that is as large as the scores.
+    # Without dq: weights that cancel are multiplied there by a k as large as the scores.
     for name, got, expected in zip(("dk", "dv"), gradients[1:], exact[1:], strict=True):
         off = np.abs(host(got).astype("f8") - expected).max() / np.abs(expected).max()
         assert off <= 4e-7 * abs(height) + 4 * EPS[dtype], (name, off)
@@ -103,7 +100,7 @@ def test_gpu_the_last_numbers_of_float32_count_as_infinite(cupy: Any, operand: i
         arrays = list(case.arrays())
         arrays[operand] = np.zeros_like(arrays[operand])
         arrays[operand][0, :1, 0, :1] = top
-        if operand < 2:  # why: so that the score is small
+        if operand < 2:  # keeps the score small
             arrays[1 - operand] = arrays[1 - operand] * np.float32(1e-38)
         out = host(cuflash.forward(*map(cupy.asarray, arrays)))
         assert np.isfinite(out).all() == is_finite
@@ -131,10 +128,10 @@ DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_gpu_nan_hidden_in_v_reaches_near_queries_alone_and_the_same_in_each_run(
+def test_gpu_nan_hidden_in_v_only_reaches_near_queries_and_repeats(
     cupy: Any, dtype: str, dims: tuple[int, int], packed: bool, window: tuple[int, int]
 ) -> None:
-    """On the kernels for any GPU; `kernels/test_softmax_sm90.py` holds those of Hopper to their tiles."""
+    """It tests the kernels for any GPU; `kernels/test_softmax_sm90.py` tests Hopper's kernels by their tiles."""
     length, keys = 2500, np.array([0, 200, 777, 1490])
     case = Case("near", 1 if packed else 2, length, length, 4, 2, *dims, dtype, window_size=window)
     bounds = cupy.asarray(np.array([PADDING[0], PADDING[0] + length], "i4"))
@@ -161,7 +158,7 @@ def test_gpu_nan_hidden_in_v_reaches_near_queries_alone_and_the_same_in_each_run
     with for_any_gpu():
         try:
             variant = cuflash.plan(q, k, v, **asked).variant
-        except UnsupportedError as error:  # the widest head dims want more shared memory than all GPUs have
+        except UnsupportedError as error:  # the widest head dims need more shared memory than some GPUs have
             pytest.skip(str(error))
         assert variant is not None
         assert variant.source == "sm80/forward.cu"

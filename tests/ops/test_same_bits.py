@@ -1,4 +1,4 @@
-"""With one split_size, or one split, a row has the same bits in dense, packed, cached, paged and decoding calls."""
+"""Equal bits: with a split_size, or one split, a row is the same in dense, packed, cached, paged and decoding calls."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Arrays = tuple[Any, Any, Any]  # q, k and v of one sequence: (rows, heads, head_
 
 
 def check(cupy: Any, arrays: Arrays, chunks: Iterable[tuple[int, int]], page_size: int, **options: Any) -> None:
-    """Compares the rows of calls of every kind with those of one dense call.
+    """Compares the rows of calls of every kind with the rows of one dense call.
 
-    chunks: the first row of calls with fewer rows, and how many they have; their keys end where their rows end.
+    chunks: the first row of calls with fewer rows, and their number of rows; their keys end where their rows end.
     """
     q, k, v = arrays
     rows, heads = q.shape[:2]
@@ -30,7 +30,7 @@ def check(cupy: Any, arrays: Arrays, chunks: Iterable[tuple[int, int]], page_siz
         return cupy.asarray(np.array(numbers, np.int32))
 
     def same(got: Any, first: int) -> None:
-        """Whether the call gave the rows from `first` on of the dense one."""
+        """Asserts that a call's results are the rows from `first` on of the dense call."""
         count = got[0].shape[-3]
         subset = slice(first, first + count)
         assert identical([host(got[0]).reshape(count, heads, -1)], [out[subset]])
@@ -57,7 +57,7 @@ def check(cupy: Any, arrays: Arrays, chunks: Iterable[tuple[int, int]], page_siz
 
 
 def normal(cupy: Any, seed: int, dtype: str, *shapes: tuple[int, ...], deviation: float = 2.0) -> Any:
-    """Arrays of normal numbers."""
+    """Returns arrays of normal numbers."""
     rng = np.random.default_rng(seed)
     return [cupy.asarray((deviation * rng.standard_normal(shape)).astype(numpy_dtype(dtype))) for shape in shapes]
 
@@ -67,7 +67,7 @@ def normal(cupy: Any, seed: int, dtype: str, *shapes: tuple[int, ...], deviation
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("cut", [{"split_size": 128}, {"num_splits": 1}], ids=str)
 @pytest.mark.parametrize("more", [{}, {"window_size": (70, 0)}, {"softcap": 5.0}], ids=["plain", "window", "softcap"])
-def test_gpu_a_row_has_the_same_bits_in_calls_of_every_kind(
+def test_gpu_a_row_has_the_same_bits_in_every_kind_of_call(
     cupy: Any, dtype: str, dims: tuple[int, int], cut: dict[str, int], more: dict[str, Any]
 ) -> None:
     arrays = normal(cupy, dims[0], dtype, (300, 4, dims[0]), (300, 2, dims[0]), (300, 2, dims[1]))
@@ -76,7 +76,7 @@ def test_gpu_a_row_has_the_same_bits_in_calls_of_every_kind(
 
 @pytest.mark.gpu
 @pytest.mark.drawn(12)
-def test_gpu_a_row_of_a_drawn_problem_has_the_same_bits_in_calls_of_every_kind(cupy: Any, seed: int) -> None:
+def test_gpu_a_row_of_a_drawn_problem_has_the_same_bits_in_every_call(cupy: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
     dtype, rows = rng.choice(["float16", "bfloat16", "bfloat16", "float32"]), int(np.exp(rng.uniform(0.0, 6.6)))
     head_dim, head_dim_v = (8 * int(rng.integers(1, 33 if dtype != "float32" else 17)) for _ in range(2))
@@ -99,11 +99,11 @@ def test_gpu_a_row_of_a_drawn_problem_has_the_same_bits_in_calls_of_every_kind(c
 
 
 def with_sums_between_limits(cupy: Any, dtype: str, head_dim: int, heads: int) -> tuple[Arrays, int]:
-    """q, k and v of rows that Hopper's kernels scale if they keep 16 bits of a limit, and not if they keep 32.
+    """Returns q, k and v of rows that Hopper's kernels scale if they keep 16 bits of a limit, and not if they keep 32.
 
     The last of the four key tiles of a row gives its first maximum. Keys of the third outweigh it, and half of their
     sum becomes the limit of a lane (softmax.cuh). The sum of this lane over the second tile lies between the limit and
-    its upper 16 bits. The second result is the keys of a tile. softmax_scale is to be 1.
+    its upper 16 bits. The second result is the number of keys of a tile. Calls must use softmax_scale=1.
     """
     rng = np.random.default_rng(head_dim)
     shape = (1, 256, 1, head_dim)
@@ -136,10 +136,8 @@ def with_sums_between_limits(cupy: Any, dtype: str, head_dim: int, heads: int) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_gpu_a_row_whose_sum_is_near_a_limit_has_the_same_bits_in_calls_of_every_kind(
-    cupy: Any, dtype: str, head_dim: int
-) -> None:
-    # Of 10,240 rows at head dim 256 those of varlen calls had other bits than those of dense ones.
+def test_gpu_a_row_with_a_sum_near_a_limit_has_the_same_bits_everywhere(cupy: Any, dtype: str, head_dim: int) -> None:
+    # Among 10,240 rows at head dim 256, varlen calls once had other bits than dense ones.
     arrays, tile = with_sums_between_limits(cupy, dtype, head_dim, heads=160)
     rows = 4 * tile
     check(cupy, arrays, ((3 * tile, tile), (rows - 5, 5), (rows - 1, 1)), 8, softmax_scale=1.0, num_splits=1)

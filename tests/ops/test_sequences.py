@@ -1,6 +1,6 @@
-"""Variable-length sequences in `forward`, `lse` and `backward`, on NumPy and on a GPU alike: against float64.
+"""Variable-length sequences in `forward`, `lse` and `backward`, on NumPy and on a GPU, against float64.
 
-Whatever no sequence uses holds NaN, so that what is read there shows; what is allocated on a GPU holds NaN, too.
+Unused rows hold NaN, so that a read of them shows. New memory on a GPU holds NaN, too.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def test_float64_is_computed_in_float64() -> None:
 
 
 @each(EVERY_KIND)
-def test_what_no_sequence_uses_changes_nothing_whatever_it_holds(case: Sequences, xp: Any) -> None:
+def test_unused_rows_change_nothing_whatever_they_hold(case: Sequences, xp: Any) -> None:
     args = varlen_arrays(case)
     assert args.unused("k").any()
     clean = forward(args.filled(0.0), xp)
@@ -192,7 +192,7 @@ def test_what_no_sequence_uses_changes_nothing_whatever_it_holds(case: Sequences
 
 @each([PACKED, USED, RECTANGLE, replace(PAGED, used_q=True, spare_q=(1, 2, 0, 3, 0))])
 @pytest.mark.parametrize("layout", ["dense", "heads_first", "gaps", "reversed"])
-def test_an_out_that_is_given_keeps_what_it_holds_in_rows_of_no_sequence(case: Sequences, layout: str, xp: Any) -> None:
+def test_an_out_argument_keeps_its_values_in_rows_of_no_sequence(case: Sequences, layout: str, xp: Any) -> None:
     args = varlen_arrays(case)
     expected, wanted_lse = forward(args, xp)
     (out,) = LAYOUTS[layout](xp.full(expected.shape, 7.0, expected.dtype))
@@ -201,7 +201,7 @@ def test_an_out_that_is_given_keeps_what_it_holds_in_rows_of_no_sequence(case: S
     unused = args.unused("q").reshape(expected.shape[:-2])
     assert unused.any()
     assert bool((host(out)[unused] == 7.0).all())
-    if layout == "reversed":  # on Hopper other kernels compute it
+    if layout == "reversed":  # other kernels compute it on Hopper
         out[xp.asarray(unused)] = 0.0
         check(args, out, lse)
     else:
@@ -226,7 +226,7 @@ def test_lse_has_the_axes_of_q_with_the_heads_before_the_rows(xp: Any) -> None:
 
 
 @each(CASES)
-def test_each_sequence_gets_what_a_dense_call_of_it_gives(case: Sequences, xp: Any) -> None:
+def test_each_sequence_equals_a_dense_call_of_it(case: Sequences, xp: Any) -> None:
     args = varlen_arrays(case)
     out, lse = (host(x) for x in forward(args, xp))
     if "cu_seqlens_q" in args.varlen_kwargs:
@@ -245,7 +245,7 @@ def test_each_sequence_gets_what_a_dense_call_of_it_gives(case: Sequences, xp: A
 
 @each([replace(case, heads=heads) for case in (RECTANGLE, CACHE, PAGED) for heads in ((4, 2), (3, 1))])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_arrays_of_any_strides_give_what_dense_ones_give(case: Sequences, layout: str, xp: Any) -> None:
+def test_arrays_of_any_strides_give_the_results_of_dense_arrays(case: Sequences, layout: str, xp: Any) -> None:
     args = varlen_arrays(replace(case, dims=(40, 64)))
     got = forward(args, xp, layout)
     check(args, *got)
@@ -275,7 +275,7 @@ def test_used_lengths_that_are_negative_or_past_the_end_are_clamped(place_q: str
 
 
 @pytest.mark.usefixtures("unchecked_integers")
-def test_packed_places_outside_the_arrays_are_clamped(xp: Any) -> None:
+def test_packed_offsets_outside_the_arrays_are_clamped(xp: Any) -> None:
     args = varlen_arrays(Sequences("outside", (0, 5, 7, 0), (4, 0, 8, 0), gaps=(0, 0), **CAUSAL))
     for low, high in ((-3, 1), (-FAR - 1, FAR - 12)):
         wild = args.with_varlen(cu_seqlens_q=[low, low, 5, 12 + high, 12 + high], cu_seqlens_k=[low, 4, 4, 12, FAR])
@@ -285,7 +285,7 @@ def test_packed_places_outside_the_arrays_are_clamped(xp: Any) -> None:
 
 @pytest.mark.usefixtures("unchecked_integers")
 @pytest.mark.drawn(60)
-def test_whatever_the_integers_say_nothing_outside_the_arrays_is_read_or_written(seed: int, xp: Any) -> None:
+def test_any_integers_read_and_write_nothing_outside_the_arrays(seed: int, xp: Any) -> None:
     has_gradients = seed % 3 == 0
     args = varlen_arrays(drawn(seed, gradients=has_gradients), seed).filled(0.5)
     rng = np.random.default_rng(seed)
@@ -301,7 +301,7 @@ def test_whatever_the_integers_say_nothing_outside_the_arrays_is_read_or_written
     assert [
         np.ascontiguousarray(host(arguments[name])).tobytes() for name in ("q", "k", "v", *wild.varlen_kwargs)
     ] == before
-    if has_gradients:  # of sequences that share rows they are undefined
+    if has_gradients:  # gradients are undefined for sequences that share rows
         shapes = [x.shape for x in gradients(wild, xp, unused=0.0)]
         assert shapes == [arguments[name].shape for name in "qkv"]
 
@@ -310,7 +310,7 @@ def test_whatever_the_integers_say_nothing_outside_the_arrays_is_read_or_written
 @pytest.mark.parametrize("mask", [{}, CAUSAL, {"window_size": (20, 3)}, {**CAUSAL, "diagonal_offset": 9}], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_page_that_is_not_there_hides_its_own_keys_and_moves_no_others(
+def test_a_missing_page_hides_its_keys_and_moves_no_others(
     dtype: str, page_size: int, mask: dict[str, Any], xp: Any
 ) -> None:
     case = replace(PAGED, causal=False, page_size=page_size, dtype=dtype)
@@ -322,7 +322,7 @@ def test_a_page_that_is_not_there_hides_its_own_keys_and_moves_no_others(
 
 
 @pytest.mark.usefixtures("unchecked_integers")
-def test_of_a_pool_without_pages_nothing_is_seen(xp: Any) -> None:
+def test_a_pool_without_pages_shows_no_key(xp: Any) -> None:
     args = varlen_arrays(PAGED)
     args = args._replace(k=args.k[:0], v=args.v[:0])
     out, lse = (host(x) for x in forward(args, xp))
@@ -331,7 +331,7 @@ def test_of_a_pool_without_pages_nothing_is_seen(xp: Any) -> None:
 
 
 @pytest.mark.usefixtures("unchecked_integers")
-def test_a_row_of_the_cache_that_is_not_there_hides_its_keys_from_its_own_sequence_alone(xp: Any) -> None:
+def test_a_missing_cache_row_only_hides_keys_from_its_own_sequence(xp: Any) -> None:
     args = varlen_arrays(CACHE)
     rows = args.varlen_kwargs["cache_batch_idx"]
     for wrong in (-1, len(args.k), FAR, -FAR - 1):
@@ -356,7 +356,7 @@ def test_rows_past_a_bound_that_is_too_small_count_as_unused(case: Sequences, xp
     for is_causal in (False, True):
         args = varlen_arrays(replace(case, bounded=True, causal=is_causal))
         for name in ("seqused_q", "seqused_k"):
-            only = args.with_varlen(**{name: None})  # the bound alone tells how many are used
+            only = args.with_varlen(**{name: None})  # the bound alone gives the used length
             check(only, *forward(only, xp))
             if case.has_gradients:
                 check_gradients(only, gradients(only, xp, deterministic=True))

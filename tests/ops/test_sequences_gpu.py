@@ -1,4 +1,4 @@
-"""Variable-length sequences on a GPU, at the tiles of Hopper's own kernels."""
+"""Variable-length sequences on a GPU, at the tiles of Hopper's kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cuflash.testing.layouts import identical
 from cuflash.testing.sequences import Sequences, check, check_gradients, gradients, varlen_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
-# why heads of their own: with few keys, the query heads of a group are shared out, at head dims over 128 by the kernels
-# for any GPU.
+# Heads are not grouped: with few keys, the query heads of a group are split, and over head dim 128 the kernels for any
+# GPU run.
 MANY = tuple(n * 37 % 150 for n in range(270))  # more sequences than a thread block has threads
 FALLING = tuple(900 - 17 * n for n in range(50))  # more blocks of rows than a GPU has SMs
 PACKED = Sequences("gpu", (700, 0, 1, 130, 65), (1000, 9, 0, 127, 129), heads=(2, 2), causal=True)
@@ -43,7 +43,7 @@ def test_gradients_agree_with_float64_at_several_tiles(
     cupy: Any, dims: tuple[int, int], case: Sequences, deterministic: bool
 ) -> None:
     args = varlen_arrays(replace(case, dims=dims))
-    # One key block of a thread block, and as many as its tile says.
+    # One key block for each thread block, and as many as its tile allows.
     for waves in (plan_backward.SHORT_WAVES, 0):
         with planned_with(plan_backward, SHORT_WAVES=waves):
             results = gradients(args, cupy, deterministic=deterministic)
@@ -77,7 +77,7 @@ UNEQUAL = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 @pytest.mark.parametrize("unequal", UNEQUAL)
-def test_forward_agrees_with_float64_where_sequences_are_many_or_of_unequal_lengths(
+def test_forward_agrees_with_float64_for_many_or_unequal_sequences(
     cupy: Any, unequal: str, dims: tuple[int, int], causal: bool
 ) -> None:
     lengths, heads = UNEQUAL[unequal]

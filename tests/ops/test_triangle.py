@@ -1,4 +1,4 @@
-"""Attention along the rows of a matrix of pairs, held against the written definition."""
+"""Attention along the rows of a matrix of pairs, against the written definition."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rows_share_the_bias(library: str, batch: int) -> None:
 
 
 def slopes(arrays: tuple[Any, ...], dout: Any) -> list[Any]:
-    """Gradients of q, k, v and bias by finite differences, at three places of each."""
+    """Returns gradients of q, k, v and bias by finite differences, at three elements of each."""
     whole_arrays = [x.astype("f8") if x.dtype == np.float32 else x for x in arrays]
     results = []
     for x in whole_arrays[:4]:
@@ -65,7 +65,7 @@ def slopes(arrays: tuple[Any, ...], dout: Any) -> list[Any]:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_doors_to_frameworks_have_gradients(library: str, batch: int) -> None:
+def test_triangle_attention_of_frameworks_has_gradients(library: str, batch: int) -> None:
     arrays = inputs(batch)
     dout = np.random.default_rng(5).standard_normal(arrays[0].shape).astype("f4")
     if library == "torch":

@@ -1,4 +1,4 @@
-"""Bad calls of `append_kv` get the right error, with its full text, and write nothing. And its problem."""
+"""Validation of `append_kv`: bad calls raise the right error, with its full text, and write nothing; its problem."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ NEW, WRITABLE = "(batch, seqlen, heads, head_dim)", "NumPy, CuPy or PyTorch"
 
 
 def plain(changes: Arguments) -> Arguments:
-    """Three sequences in a cache of 33 keys: k (3, 5, 2, 16), v (3, 5, 2, 8), q (3, 5, 4, 16), tables (60, 8)."""
+    """Returns a call of three sequences in a cache of 33 keys.
+
+    Shapes are k (3, 5, 2, 16), v (3, 5, 2, 8), q (3, 5, 4, 16) and rotary tables (60, 8).
+    """
     return drawn(rotary_dim=16) | changes
 
 
 def packed(changes: Arguments) -> Arguments:
-    """The same with 12 + 3 packed rows of k, v and q, and pages of 3 keys."""
+    """Returns three sequences with 12 + 3 packed rows of k, v and q, and pages of 3 keys."""
     return drawn(place="pages of 3", new=(3, 0, 9), rotary_dim=16) | changes
 
 
@@ -44,7 +47,7 @@ def frozen(array: Any) -> Any:
 
 
 def overlapping(name: str, other: str) -> Arguments:
-    """A call in which an array is a part of the memory of another, if it is no less than that."""
+    """Returns a call in which array `other` is a part of the memory of array `name`, which is no smaller."""
     call = plain({})
     call[other] = call[name].reshape(-1)[: call[other].size].reshape(call[other].shape)
     return call
@@ -84,7 +87,7 @@ PLAIN = rows(
     ("no_pairs", {n: zeros(60, 0) for n in ("rotary_cos", "rotary_sin")}, ("(60, 0)", "from 2 to head_dim")),
     ("same_number", {"q_same_position": 1}, ("q_same_position=1", "int", "True or False")),
     ("interleaved_none", {"rotary_interleaved": None}, ("rotary_interleaved=None", "NoneType", "True or False")),
-    # dtypes, frameworks, things that are no arrays
+    # dtypes, frameworks, other types than arrays
     ("all_int", {n: ints(3, 33, 2, 16) for n in ("k_cache", "v_cache")}, ("k_cache has dtype int32", DTYPES)),
     ("v_cache_half", {"v_cache": zeros(3, 33, 2, 8, dtype="f2")}, ("v_cache has dtype float16", "k_cache has float32")),
     ("k_double", {"k": zeros(3, 5, 2, 16, dtype="f8")}, ("k has dtype float64", "k_cache has float32", "cast")),
@@ -133,7 +136,7 @@ def test_append_kv_refuses(row: Row) -> None:
 def test_the_call_that_each_row_spoils_is_legal_and_computes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cuflash.append_kv(**make({}))
     monkeypatch.setitem(reference.RUN, "append_kv", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # so the trap of `nothing_runs` stands where the work is done
+    with pytest.raises(ZeroDivisionError):  # proves that `nothing_runs` traps the work
         cuflash.append_kv(**make({}))
 
 
@@ -204,7 +207,7 @@ def test_positions_stay_within_32_bits(name: str, shape: tuple[int, ...], seqlen
         Problem.from_specs(APPEND_KV, list(specs.values()), Options())
 
 
-def test_the_problem_tells_lengths_and_results() -> None:
+def test_the_problem_of_append_kv_has_its_lengths_and_results() -> None:
     specs = specs_of(packed({}))
     problem = Problem.from_specs(APPEND_KV, list(specs.values()), Options(q_same_position=True))
     assert problem[1:8] == (3, 15, 15, 4, 2, 16, 8)

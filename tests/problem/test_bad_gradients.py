@@ -1,4 +1,4 @@
-"""The table of bad input to `backward`, on NumPy and on a GPU: the right error, nothing runs, the next call works."""
+"""Bad input to `backward`, on NumPy and on a GPU: the right error, nothing runs, the next call works."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LIBRARIES = "CuPy, PyTorch, JAX or NumPy"
 
 
 def half_with(changes: dict[str, Any]) -> dict[str, Any]:
-    """A legal call in float16, but for the changes."""
+    """Returns a legal call in float16, with changes."""
     upstreams = {name: zeros(2, 5, 4, 6, dtype=np.float16) for name in ("dout", "out")}
     return forward_with(upstreams | {"lse": zeros(2, 4, 5)} | changes, np.float16)
 
 
 def ranks_with(changes: dict[str, Any]) -> dict[str, Any]:
-    """A legal call without the axes of batch and heads, but for the changes."""
+    """Returns a legal call without the axes of batch and heads, with changes."""
     shapes = {"q": (5, 8), "k": (7, 8), "v": (7, 6), "dout": (5, 6), "out": (5, 6), "lse": (5,)}
     return {name: zeros(*shape) for name, shape in shapes.items()} | changes
 
@@ -78,7 +78,7 @@ RANK_2 = rows(
 
 
 def on(xp: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with NumPy's arrays as those of xp."""
+    """Returns the arguments with NumPy arrays converted to xp."""
     return {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
@@ -112,7 +112,7 @@ def test_the_next_call_after_an_error_works(xp: Any) -> None:
     assert identical(backward(CASE, args, deterministic=True), expected)
 
 
-def test_what_equals_a_legal_argument_of_an_earlier_call_is_still_refused(xp: Any) -> None:
+def test_a_bad_argument_equal_to_a_legal_one_of_an_earlier_call_is_refused(xp: Any) -> None:
     args = backward_args(CASE, xp)
     backward(CASE, args, deterministic=True)
     with pytest.raises(ProblemError, match="deterministic=1 is an int"):

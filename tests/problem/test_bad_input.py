@@ -1,6 +1,6 @@
-"""The table of bad input: each call gets the right error, with its full text, launches nothing and changes no array.
+"""Bad input: each call raises the right error, with its full text, launches nothing and changes no array.
 
-That of `backward` stands in `test_bad_gradients`.
+Bad input of `backward` is in `test_bad_gradients`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _read_only() -> np.ndarray[Any, Any]:
 
 
 def _out_over(name: str) -> dict[str, Any]:
-    """An out that shares memory, though not its first element, with an input of the same call."""
+    """Returns a call whose out shares memory with an input, but not its first element."""
     pool = zeros(2000)
     arrays = {"q": pool[:320].reshape(2, 5, 4, 8), "k": pool[400:624].reshape(2, 7, 2, 8)}
     arrays["v"] = pool[700:868].reshape(2, 7, 2, 6)
@@ -47,7 +47,7 @@ def _out_over(name: str) -> dict[str, Any]:
 
 
 WINDOW = "count of keys >= 0, or -1 or None"
-# What looks like a number to Python or NumPy. The first has no hash.
+# Values that pass for numbers in Python or NumPy. The first has no hash.
 NO_NUMBERS = {
     "span": np.timedelta64(3),
     "span_of_time": np.timedelta64(3, "ns"),
@@ -76,7 +76,7 @@ FORWARD = rows(
     ("no_heads_kv", {"k": zeros(2, 7, 0, 8), "v": zeros(2, 7, 0, 6)}, ("(2, 7, 0, 8)", "at least 1")),
     ("no_head_dim", {"q": zeros(2, 5, 4, 0), "k": zeros(2, 7, 2, 0)}, ("(2, 5, 4, 0)", "at least 1")),
     ("no_head_dim_v", {"v": zeros(2, 7, 2, 0)}, ("(2, 7, 2, 0)", "at least 1")),
-    # dtypes, frameworks, things that are no arrays
+    # dtypes, frameworks, other types than arrays
     *((f"all_{d}", {n: x.astype(d) for n, x in base().items()}, (f"q has dtype {d}", DTYPES, "cast"))
       for d in ("int8", "int32", "int64", "uint8", "bool", "object")),
     ("all_complex64", {n: x.astype("complex64") for n, x in base().items()}, ("q has dtype complex64", DTYPES, "cast")),
@@ -139,7 +139,7 @@ FORWARD = rows(
     ("causal_text", {"causal": "no"}, ("causal='no'", "str", "True or False")),
     *((f"return_lse_{n}", {"return_lse": x}, ("return_lse=", type(x).__name__, "True or False"))
       for n, x in enumerate(("no", 1, None, [], np.array(True), np.zeros(2)))),
-    # how and where to
+    # algorithm, outputs, splits
     ("algorithm_unknown", {"algorithm": "flash3"}, ("algorithm='flash3'", "standard, flash1, flash2, flashd")),
     ("algorithm_none", {"algorithm": None}, ("algorithm=None", "standard, flash1, flash2, flashd")),
     *((f"algorithm_array_{n}", {"algorithm": np.array(["flash2"] * 2)} | more, ("algorithm=array", "flash1, flash2"))
@@ -232,7 +232,7 @@ def test_the_call_that_each_row_spoils_is_legal_and_computes(
     call(**arguments)
     for name in reference.RUN:
         monkeypatch.setitem(reference.RUN, name, lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # so the trap of `nothing_runs` stands where the work is done
+    with pytest.raises(ZeroDivisionError):  # proves that `nothing_runs` traps the work
         call(**arguments)
 
 
@@ -291,7 +291,7 @@ def test_a_gpu_below_sm_80_is_refused_with_the_way_out(monkeypatch: pytest.Monke
         device.query.cache_clear()
 
 
-def test_results_in_views_that_are_yet_to_be_negated_are_refused() -> None:
+def test_results_in_lazily_negated_views_are_refused() -> None:
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 4, 2, 8)
     negated = torch.view_as_complex(torch.zeros(1, 4, 2, 8, 2)).conj().imag
@@ -303,7 +303,7 @@ def test_results_in_views_that_are_yet_to_be_negated_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_results_in_views_on_a_gpu_that_are_yet_to_be_negated_are_refused() -> None:
+def test_results_in_lazily_negated_views_on_a_gpu_are_refused() -> None:
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 4, 2, 8, device="cuda")
     negated = torch.view_as_complex(torch.zeros(1, 4, 2, 8, 2, device="cuda")).conj().imag

@@ -1,4 +1,4 @@
-"""Block masks as problems: their lengths, and the arrays that tell those of sequences."""
+"""Block masks as problems: their lengths, and the arrays of lengths of sequences."""
 
 from __future__ import annotations
 

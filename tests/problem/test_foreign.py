@@ -1,4 +1,4 @@
-"""Names of other libraries: an error names what stands for them here."""
+"""Names of other libraries: errors name the parameters and functions that replace them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_call_answers_keywords_of_others(name: str) -> None:
 
 
 def public_functions() -> dict[str, Any]:
-    """Returns the functions that answer foreign names, of all packages that can be imported here, by public name."""
+    """Returns the decorated functions of all packages that can be imported here, by public name."""
     for module in ("torch", "jax"):
         if importlib.util.find_spec(module):
             importlib.import_module(f"cuflash.frameworks.{module}")
@@ -114,7 +114,7 @@ def test_each_of_several_keywords_is_answered() -> None:
         cuflash.forward(X, X, X, scale=1.0, is_causal=True)  # type: ignore[call-overload]
 
 
-def test_errors_of_a_function_that_knows_its_keywords_pass() -> None:
+def test_other_type_errors_of_a_function_pass() -> None:
     with refused(TypeError, "create_block_mask() missing 1 required keyword-only argument: 'like'"):
         cuflash.create_block_mask(lambda b, h, q_idx, k_idx: q_idx >= k_idx, 1, 1, 8, 8)  # type: ignore[call-arg]
 

@@ -1,4 +1,4 @@
-"""Integers in host memory: what is no length, or no place that exists, is an error before anything is computed."""
+"""Integers in host memory: lengths out of range, and missing pages or rows, raise an error before any work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKED = {"q": zeros(64), "k": zeros(64), "v": zeros(64)}
 CACHE = {"q": zeros(2, 3), "k": zeros(4, 16), "v": zeros(4, 16), "cache_batch_idx": [3, 0], "seqused_k": [16, 5]}
 PAGES = {"q": zeros(2, 3), "k": zeros(5, 4), "v": zeros(5, 4), "page_table": [[4, 0, -1], [1, 2, FAR]],
          "seqused_k": [5, 8]}  # fmt: skip
-# Arguments of a call, those that are wrong, and what the error says.
+# Arguments of a legal call, changes that make it bad, and texts of the error.
 BAD: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (PACKED, {"cu_seqlens_q": [30, 34], "cu_seqlens_k": [0, 64]},
      ("cu_seqlens_q is [30, 34]", "begins with 30", "running sum of the lengths", "of such lengths [0, 30, 64]")),
@@ -49,7 +49,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
 
 
 def arguments_of(call: dict[str, Any], make: Callable[[Any], Any]) -> dict[str, Any]:
-    """The arguments with their arrays in a library; lists are int32."""
+    """Returns the arguments with their arrays in a library; lists become int32."""
     pairs = {name: integers(x) if isinstance(x, list) else x for name, x in call.items() if x is not None}
     return {name: make(x) if isinstance(x, np.ndarray) else x for name, x in pairs.items()}
 
@@ -124,7 +124,7 @@ BAD_APPENDS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("call", "wrong", "texts"), BAD_APPENDS)
-def test_append_kv_refuses_keys_without_a_place_and_writes_none(call: Any, wrong: Any, texts: tuple[str, ...]) -> None:
+def test_append_kv_refuses_keys_without_room_and_writes_none(call: Any, wrong: Any, texts: tuple[str, ...]) -> None:
     arguments = arguments_of(call | wrong, np.array)
     arguments["k"] = arguments["k"] + 1
     with refused(ProblemError, *texts):
@@ -137,7 +137,7 @@ def test_append_kv_refuses_keys_without_a_place_and_writes_none(call: Any, wrong
     (APPENDED_ROWS, {"k": zeros(3), "v": zeros(3), "cu_seqlens_k": [0, 0, 3], "seqused_k": [FAR, 5]}),
     (APPENDED_ROWS, {"k": zeros(3), "v": zeros(3), "cu_seqlens_k": [0, 0, 3], "cache_batch_idx": [-1, 0]}),
 ])  # fmt: skip
-def test_append_kv_takes_keys_that_have_a_place(call: Any, more: Any) -> None:
+def test_append_kv_takes_keys_that_have_room(call: Any, more: Any) -> None:
     assert cuflash.append_kv(**arguments_of(call | more, np.array)) is None
 
 

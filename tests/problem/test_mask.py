@@ -1,6 +1,4 @@
-"""The mask: its predicate against the contract, its tile ranges against the predicate, and the mask of the kernels
-against both.
-"""
+"""The mask: its predicate against the contract, its ranges against the predicate, and the kernels' mask against it."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ length = st.integers(0, 9)
 def visible_by_contract(
     seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int | None, int | None], diagonal_offset: int | None
 ) -> np.ndarray[Any, Any]:
-    """semantics: key j is visible to query i iff i + off - left <= j <= i + off + right; causal is right = 0."""
+    """Returns visible pairs: query i sees key j iff i + off - left <= j <= i + off + right; causal is right = 0."""
     left, right = (None if side in (None, -1) else side for side in window_size)
     right = 0 if causal else right
     offset = seqlen_k - seqlen_q if diagonal_offset is None else diagonal_offset
@@ -49,7 +47,7 @@ def predicate(mask: Mask) -> np.ndarray[Any, Any]:
 
 
 def hull(flags: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The half-open range from the first to the last True; (0, 0) if there is none."""
+    """Returns the half-open range from the first to the last True; (0, 0) if there is none."""
     where = np.flatnonzero(flags)
     return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, 0)
 
@@ -99,7 +97,7 @@ __device__ constexpr bool sees(Mask mask, const char* wanted) {
 
 
 def claims(mask: Mask, rng: np.random.Generator) -> Iterator[str]:
-    """What must hold in C++ of the mask of the kernels: its predicate, its transpose and some of its ranges."""
+    """Yields C++ claims about the kernels' mask: its predicate, its transpose and some of its ranges."""
     text = f"Mask({mask.seqlen_q}, {mask.seqlen_k}, {mask.lo}, {mask.hi})"
     sees = predicate(mask)
     for name, flags in ((text, sees), (f"{text}.transposed()", sees.T), (f"{text}.transposed().transposed()", sees)):
@@ -120,7 +118,7 @@ def test_the_mask_of_the_kernels_is_this_one() -> None:
 
 
 def masks_for_kernels(rng: np.random.Generator) -> Iterator[Mask]:
-    """Masks of every kind: open and closed windows on either side, diagonals inside and far outside."""
+    """Yields masks of every kind: open and closed windows on either side, diagonals inside and far outside."""
     for _ in range(300):
         window = tuple(int(side) for side in rng.integers(-1, 10, 2))
         offset = (None, int(rng.integers(-12, 13)), -(10**12), 10**12)[rng.choice(4, p=(0.3, 0.6, 0.05, 0.05))]

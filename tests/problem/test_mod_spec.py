@@ -1,4 +1,4 @@
-"""What calls change in scores becomes one object a kind of call, and what is judged of its arrays."""
+"""Mods of calls: equal mods make one spec, and the arrays of a spec become operands of an op."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_bias_of_bools_is_a_part_of_the_mask() -> None:
     assert mod_spec.mask.op == "bitwise_and"
 
 
-def test_what_changes_nothing_says_so() -> None:
+def test_mods_that_change_nothing_have_changes_false() -> None:
     for score, mask in ((lambda s, b, h, q, k: s, None), (None, lambda b, h, q, k: k >= 0)):
         mod_spec = make_mod_spec(score and trace(score, "score_mod"), mask and trace(mask, "mask_mod"))
         assert not mod_spec.changes
@@ -64,7 +64,7 @@ def test_queries_and_keys_change_places() -> None:
     assert variable("q_idx") is exchanged(variable("k_idx"))
 
 
-def test_an_op_reads_the_arrays_and_gives_the_gradients_that_are_asked_for() -> None:
+def test_mod_op_reads_the_arrays_and_returns_the_requested_gradients() -> None:
     mod_spec = make_mod_spec(trace(score_mod, "score_mod"), None, Bias("float32", (True,)), has_sinks=True, drops=True)
     op = mod_op("backward", False, mod_spec, (2, 0, 3))
     assert op.names[-11:] == ("captured0", "captured1", "bias", "sinks", "dropout_seed", "dq", "dk", "dv",
@@ -74,7 +74,7 @@ def test_an_op_reads_the_arrays_and_gives_the_gradients_that_are_asked_for() -> 
     assert op is mod_op("backward", False, mod_spec, (2, 0, 3))
 
 
-def test_the_share_that_is_kept_is_counted_in_parts_of_16_bits() -> None:
+def test_share_kept_counts_weights_out_of_2_to_the_16() -> None:
     assert share_kept(0.0) == SHARES
     assert share_kept(0.25) == 49152
     assert share_kept(1 - 1e-9) == 0

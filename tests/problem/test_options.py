@@ -1,4 +1,4 @@
-"""The keyword arguments: one table that the public calls agree with. `test_bad_input` has what is refused."""
+"""Keyword arguments: one table that the public calls agree with. `test_bad_input` has bad values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str)
     assert set(names(op)) <= set(inspect.signature(cuflash.plan).parameters)
 
 
-def test_append_kv_takes_its_operands_in_their_order_and_the_options_of_the_table() -> None:
+def test_append_kv_has_its_operands_in_order_and_the_options_of_the_table() -> None:
     signature = inspect.signature(cuflash.append_kv).parameters
     others = [name for name in signature if name not in names("append_kv")]
     assert others == [*[x.name for x in APPEND_KV.inputs], "check"]
@@ -47,7 +47,7 @@ def test_append_kv_takes_its_operands_in_their_order_and_the_options_of_the_tabl
 
 
 class StoppedError(Exception):
-    """Ends a call once its options are known."""
+    """Ends a call after it has built its options."""
 
 
 @pytest.mark.parametrize("op", ["forward", "lse", "backward", "append_kv"])
@@ -105,7 +105,7 @@ CHANGEABLE = {
 
 
 @pytest.mark.parametrize("values", CHANGEABLE.values(), ids=CHANGEABLE)
-def test_arguments_that_may_change_or_hold_memory_are_not_kept(values: tuple[Any, ...]) -> None:
+def test_arguments_that_may_change_or_hold_memory_are_not_cached(values: tuple[Any, ...]) -> None:
     named = dict(zip(Options._fields, values, strict=False))
     first, second = options_key(**named), options_key(**named)
     assert not first.is_cacheable
@@ -113,7 +113,7 @@ def test_arguments_that_may_change_or_hold_memory_are_not_kept(values: tuple[Any
     assert first.options[0] is values[0]
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_the_number_of_cached_keys_is_bounded() -> None:
     for number in range(2 * MAX_KEYS):
         assert options_key(window_size=(number, 0)).options.window_size == (number, 0)
     assert options_module._cached_key.cache_info().currsize <= MAX_KEYS

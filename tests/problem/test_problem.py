@@ -1,4 +1,4 @@
-"""The problem description: what it takes from arrays, what makes two problems one, and limits no array can reach."""
+"""Problems: their fields from arrays, their equality, and limits that no real array reaches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cuflash.testing.cases import CASES, Case
 
 
 def problem(*shapes: tuple[int, ...], dtype: str = "float16", **arguments: Any) -> Problem:
-    """The problem of dense arrays of these shapes; the third, that of v, may be left out."""
+    """Returns the problem of dense arrays of these shapes; the shape of v may be left out."""
     specs = [ArraySpec.contiguous(shape, dtype) for shape in shapes]
     return Problem.from_specs(OPS["forward" if len(specs) == 3 else "lse"], specs, Options(**arguments))
 
 
 def shapes_of(result: Problem) -> list[tuple[int, ...]]:
-    """The shapes of a problem's results."""
+    """Returns the shapes of a problem's results."""
     return [shape for shape, _ in result.outputs]
 
 
@@ -34,7 +34,7 @@ SHAPES = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6))
 
 @given(st.lists(st.integers(0, 5), max_size=5).map(tuple))
 def test_dense_strides_are_those_of_numpy(shape: tuple[int, ...]) -> None:
-    # why: NumPy gives an array without elements strides of its own choice; they are never followed.
+    # Lengths are at least 1: NumPy chooses other strides for arrays without elements, where they have no use.
     reference = np.empty(tuple(max(n, 1) for n in shape), np.float32)
     spec = ArraySpec.contiguous(tuple(max(n, 1) for n in shape), "float32")
     assert spec.strides == tuple(stride // 4 for stride in reference.strides)
@@ -56,7 +56,7 @@ def test_as_4d_adds_axes_of_length_one_and_keeps_the_strides(
     assert spec.as_4d() == ArraySpec(shape_4d, strides_4d, "float16", "cuda:1", "torch")
 
 
-def test_an_array_is_told_in_words() -> None:
+def test_an_array_spec_prints_in_words() -> None:
     assert str(ArraySpec.contiguous((5, 8), "float16", "cuda:1", "torch")) == "torch float16[5, 8] on cuda:1"
 
 
@@ -82,7 +82,7 @@ def test_every_fact_of_the_arrays_is_kept() -> None:
     assert shapes_of(result) == [(2, 5, 4, 6), (2, 4, 5)]
 
 
-def test_defaults_are_those_of_the_contract() -> None:
+def test_defaults_follow_the_contract() -> None:
     result = problem(*SHAPES)
     assert result.softmax_scale == 1 / math.sqrt(8)
     assert (result.options.softcap, result.options.algorithm, result.out_dtype) == (0.0, "flash2", "float16")
@@ -162,7 +162,7 @@ def test_mixed_operands_are_refused(name: str, value: str, words: str) -> None:
         ({"library": "torch"}, "out is a torch .*, but q is a numpy array"),
     ],
 )
-def test_further_operands_are_judged_against_the_problem(changes: dict[str, Any], words: str) -> None:
+def test_further_operands_are_validated_against_the_problem(changes: dict[str, Any], words: str) -> None:
     specs, out = problem(*SHAPES).specs[:3], ArraySpec.contiguous((2, 5, 4, 6), "float16")
     assert Problem.from_specs(OPS["forward"], [*specs, out], Options()) == problem(*SHAPES)
     with pytest.raises(ProblemError, match=words):

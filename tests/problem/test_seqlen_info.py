@@ -1,4 +1,4 @@
-"""Variable-length calls as validation sees them: what is refused, which calls are one problem, and bounds."""
+"""Variable-length calls in validation: bad calls, equal problems, and bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ints(*shape: int, dtype: Any = np.int32) -> np.ndarray[Any, Any]:
     return np.zeros(shape, dtype)
 
 
-# Legal calls, given by shapes: of two sequences, but for those that say otherwise.
+# Legal calls of two sequences, by shapes.
 PACKED = {"q": (5, 4, 8), "k": (7, 2, 8), "v": (7, 2, 6), "cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}
 OVER_CACHE = {"q": (5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 6), "cu_seqlens_q": (3,), "seqused_k": (2,)}
 RECTANGLE = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 6), "seqused_q": (2,), "seqused_k": (2,)}
@@ -37,7 +37,7 @@ def arrays(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def refused(kind: str, *table: tuple[str, dict[str, Any], tuple[str, ...]]) -> Any:
-    """Rows of bad calls: a shape stands for an array of it, and None takes an array that tells lengths away."""
+    """Returns rows of bad calls: a shape stands for an array, and None removes an array of lengths."""
 
     def call(changes: dict[str, Any]) -> dict[str, Any]:
         shapes = {name: x for name, x in changes.items() if isinstance(x, tuple)}
@@ -52,7 +52,7 @@ AGREE = "give all for the same (cu_seqlens have one number more)"
 ROWS = [
     *refused(
         "packed",
-        # the ranks and shapes of what tells lengths
+        # ranks and shapes of arrays of lengths
         ("bounds_rank_2", {"cu_seqlens_q": (3, 1)}, ("cu_seqlens_q has shape (3, 1)", *BOUNDS_SHAPE)),
         ("bounds_rank_0", {"cu_seqlens_k": ()}, ("cu_seqlens_k has shape ()", *BOUNDS_SHAPE)),
         ("bounds_empty", {"cu_seqlens_q": (0,)}, ("cu_seqlens_q has shape (0,)", *BOUNDS_SHAPE)),
@@ -87,7 +87,7 @@ ROWS = [
         ("num_splits_negative", {"num_splits": -1}, ("num_splits=-1 is negative", "or 0")),
         *((f"split_size_{size}", {"split_size": size}, (f"split_size={size};", "positive multiple of 128", "or None"))
           for size in (0, -128, 64, 129)),
-        # what is no int32 array of the same library
+        # other types than int32 arrays of the same library
         *((f"{name}_{dtype}", {name: ints(length, dtype=dtype)}, (f"{name} has dtype {dtype}", "needs int32"))
           for name, length in (("cu_seqlens_q", 3), ("cu_seqlens_k", 3), ("seqused_q", 2), ("seqused_k", 2))
           for dtype in ("int64", "uint32", "float32", "bool")),
@@ -134,7 +134,7 @@ ROWS = [
 DENSE = rows(
     forward_with,
     ("max_seqlen_q", {"max_seqlen_q": 5}, ("max_seqlen_q=5", "no cu_seqlens, seqused, page_table", "leave it out")),
-    ("max_seqlen_k", {"max_seqlen_k": 0}, ("max_seqlen_k=0", "or cache_batch_idx tells lengths", "leave it out")),
+    ("max_seqlen_k", {"max_seqlen_k": 0}, ("max_seqlen_k=0", "is not varlen", "leave it out")),
     ("num_splits", {"num_splits": -2}, ("num_splits=-2 is negative",)),
     ("split_size", {"split_size": 100}, ("split_size=100", "positive multiple of 128")),
 )
@@ -148,7 +148,7 @@ def test_forward_refuses(row: Row) -> None:
 
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.id.split("_", 1)[1].startswith(("v_", "out_"))])
-def test_lse_refuses_the_same_of_what_it_takes(row: Row) -> None:
+def test_lse_refuses_the_bad_arguments_of_forward_that_it_takes(row: Row) -> None:
     check(cuflash.lse, row._replace(arguments={name: x for name, x in row.arguments.items() if name != "v"}))
 
 
@@ -196,7 +196,7 @@ def test_lengths_of_another_library_are_refused(name: str) -> None:
 
 
 def problem(kind: str = "packed", changes: Mapping[str, tuple[int, ...]] | None = None, **options: Any) -> Problem:
-    """The problem of a legal call in which some shapes are changed."""
+    """Returns the problem of a legal call with some shapes changed."""
     op, shapes = VARLEN_OPS["forward"], LEGAL[kind] | (changes or {})
     dtypes = {name: INTEGERS if name in VARLEN_ARGS else "float16" for name in shapes}
     specs = [ArraySpec.contiguous(shapes[name], dtypes[name]) if name in shapes else None for name in op.names]
@@ -219,7 +219,7 @@ def test_calls_that_hide_the_same_keys_are_one_problem(kind: str) -> None:
     assert len({plain, *others}) == 1 + len(others)
 
 
-def test_bounds_are_those_of_the_arrays_or_what_the_caller_knows() -> None:
+def test_bounds_come_from_the_arrays_or_from_max_seqlen() -> None:
     lengths = {"packed": (5, 7), "cache": (5, 7), "rectangle": (5, 7), "cached": (5, 7), "paged": (5, 48)}
     for kind, (seqlen_q, seqlen_k) in lengths.items():
         unbounded = problem(kind)
@@ -245,13 +245,13 @@ def test_where_rows_lie_is_kept_and_masks_are_made_for_each_length() -> None:
         np.testing.assert_array_equal(visible, np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, bool))
 
 
-def test_there_is_a_slot_for_each_block_of_every_sequence_and_of_the_rows_around_them() -> None:
+def test_num_slots_covers_blocks_of_all_sequences_and_rows_around_them() -> None:
     assert SeqlenInfo(3, 130, 3, 64).num_slots("q", 3, 64) == 3 * 3
     rng = np.random.default_rng(0)
     for _ in range(200):
         batch, rows = int(rng.integers(0, 9)), int(rng.integers(0, 400))
         bounds = [0, *sorted(rng.integers(0, rows + 1, batch + 1).tolist()), rows]
-        slots = [bound // 64 + part for part, bound in enumerate(bounds)]  # where each part begins
+        slots = [bound // 64 + part for part, bound in enumerate(bounds)]  # begins of the parts
         for (begin, end), (first, last) in zip(pairwise(slots), pairwise(bounds), strict=True):
             assert end - begin >= -(-(last - first) // 64)
         assert SeqlenInfo(1, 8, 1, rows, False, True).num_slots("k", batch, 64) == slots[-1]
@@ -276,7 +276,7 @@ def test_lengths_over_the_limit_of_the_kernels_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", LEGAL)
-def test_a_plan_takes_shapes_or_arrays_of_what_tells_lengths(kind: str) -> None:
+def test_a_plan_takes_shapes_or_arrays_of_lengths(kind: str) -> None:
     more = {"causal": True, "max_seqlen_q": 4, "max_seqlen_k": 6, "num_splits": 2, "split_size": 128}
     plan = cuflash.plan(**LEGAL[kind], dtype="float16", device="cpu", **more)
     assert (plan.device, plan.launches, plan.kernel) == ("cpu", (), "reference_forward_flash2")
@@ -293,7 +293,7 @@ def test_a_plan_takes_shapes_or_arrays_of_what_tells_lengths(kind: str) -> None:
         assert cuflash.plan(**LEGAL[kind], op="backward", dtype="float16", device="cpu").problem.batch == 2
 
 
-def test_a_plan_refuses_what_the_call_would_refuse() -> None:
+def test_a_plan_refuses_bad_arrays_as_the_call_does() -> None:
     for changes, words in (
         ({"cu_seqlens_q": (4,)}, "cu_seqlens_k is for 2 sequences, but cu_seqlens_q for 3"),
         ({"cu_seqlens_q": (3, 1)}, r"cu_seqlens_q has shape \(3, 1\)"),

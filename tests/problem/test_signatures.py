@@ -1,4 +1,4 @@
-"""Types of the public calls, as mypy sees them."""
+"""Types of the public calls, checked by mypy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers import ROOT
 
 from cuflash.problem.options import Array
 
-# Each line with "error" must be one, and no other line may be.
+# mypy must report exactly the lines marked "error".
 SNIPPET = """
 from typing import Any, assert_type
 import numpy as np

@@ -1,4 +1,4 @@
-"""Validation of a call by specs: which operands are copied, whose error comes first, memory that may overlap."""
+"""Validation of a call by specs: operands to copy, the order of errors, memory that may overlap."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STRIDED = PACKED._replace(strides=(320, 64, 16, 2))  # every second element of r
 LSE = ArraySpec.contiguous((2, 4, 5), "float32", "cuda:0", "recorded")
 
 
-def test_what_kernels_cannot_read_is_copied_once_and_the_problem_has_the_copy() -> None:
+def test_strided_operands_are_copied_once_and_the_problem_has_the_copy() -> None:
     call = validated(FORWARD, [PACKED, STRIDED, PACKED, STRIDED], Options())
     assert call.needs_copy == (False, True, False, True)
     assert call.problem.specs[:4] == (PACKED,) * 4
     assert call.specs == [PACKED, STRIDED, PACKED, STRIDED]
 
 
-def test_an_output_that_repeats_memory_is_refused_even_where_kernels_would_write_to_a_copy() -> None:
+def test_an_output_that_repeats_memory_is_refused_even_if_it_is_copied() -> None:
     repeated = PACKED._replace(strides=(320, 64, 0, 2))
     with pytest.raises(ProblemError, match="rows share memory"):
         validated(FORWARD, [PACKED, PACKED, PACKED, repeated], Options())
