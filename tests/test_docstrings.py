@@ -1,4 +1,4 @@
-"""Docstrings of the public calls: each has an example that runs on NumPy arrays."""
+"""Docstrings of the public calls: each has an example, and examples run as they stand, on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_each_call_has_an_example_that_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_each_call_documents_every_argument(name: str) -> None:
+def test_each_call_tells_every_argument(name: str) -> None:
     call = getattr(cuflash, name)
     text = inspect.getdoc(call) or ""
     parameters = inspect.signature(call).parameters.values()
     missing = [each.name for each in parameters if each.name not in text and each.kind != each.VAR_KEYWORD]
-    # Arguments described once for all: "… as in `forward`".
+    # Those that are described once for all: "… as in `forward`".
     of_others = {each for each in missing if each in (inspect.getdoc(cuflash.forward) or "")}
     assert not set(missing) - of_others
     assert not of_others or "`forward`" in text
