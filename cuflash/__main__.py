@@ -26,7 +26,7 @@ cuflash {version}: FlashAttention for every array library.
 
 {commands}
 
-python -m cuflash COMMAND --help tells the options of a command."""
+python -m cuflash COMMAND --help lists the options of a command."""
 
 
 class Command(NamedTuple):

@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis' profile, what is skipped where, and a kernel cache of a test's own."""
+"""Fixtures and hooks of all tests: hypothesis' profile, skips, and a kernel cache for each test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# why: the checks of helper modules tell what they compared, as those of test files do.
+# Failed asserts of helper modules show the compared values, as in test files.
 pytest.register_assert_rewrite("hopper", "libraries", "refusals", "tensors", "workers")
 
 from drivers import FakeDriver
@@ -33,16 +33,16 @@ from cuflash.runtime import call, compiler, disk_cache
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX's processes leave memory to the others
 
-# why neither: a deadline and the check that problems are drawn fast fail on a machine that is busy.
+# Deadlines and the health check of drawing speed fail on a busy machine.
 UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("cuflash", derandomize=True, max_examples=60, **UNTIMED)
 settings.load_profile("cuflash")
 
-LEFT_OUT = pytest.StashKey[str]()  # what a run without a GPU says at its end
+LEFT_OUT = pytest.StashKey[str]()  # the summary line of a run without a GPU
 
 
 def no_gpu_reason() -> str | None:
-    """Why tests marked `gpu` cannot run here; None if they can."""
+    """Returns the reason why tests marked `gpu` cannot run here; None if they can."""
     if find_spec("cupy") is None:
         return "needs a GPU: CuPy is not installed"
     if device.count() == 0:
@@ -55,7 +55,7 @@ def no_gpu_reason() -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds how many drawn problems tests run on, and the seed of a sample of exhaustive tests."""
+    """Adds options: the number of drawn problems, and the seed of a sample of exhaustive tests."""
     parser.addoption("--sample", metavar="SEED", help="exhaustive tests run on one in 16 variants, by this seed")
     parser.addoption("--drawn", type=int, default=0, metavar="N", help="problems that each test of drawn ones runs on")
 
@@ -68,15 +68,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker := metafunc.definition.get_closest_marker("exhaustive"):
         chosen = metafunc.config.getoption("markexpr") or ""
         left_out = pytest.mark.skip(reason="minutes long: run with -m exhaustive")
-        # why only if asked for: to find them takes as long as many tests
+        # Only on request, as planning all variants takes as long as many tests.
         is_asked = "exhaustive" in chosen and "not exhaustive" not in chosen
         variants = marker.args[0]() if is_asked else [pytest.param(None, marks=left_out)]
         metafunc.parametrize("variant", sampled(variants, metafunc.config.getoption("sample")))
 
 
-@pytest.hookimpl(trylast=True)  # why: the order is that of the tests which -k and -m choose
+@pytest.hookimpl(trylast=True)  # last, to order the tests that -k and -m chose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs a GPU where there is none, but for a list of all tests; with -n, slow tests begin first."""
+    """Leaves out tests that need a missing GPU, except in a list of all tests; with -n, slow tests begin first."""
     of_gpu = [item for item in items if item.get_closest_marker("gpu") and not config.getoption("collectonly")]
     if of_gpu and (reason := no_gpu_reason()) is not None:
         config.hook.pytest_deselected(items=of_gpu)
@@ -93,19 +93,19 @@ def _seconds(item: pytest.Item) -> float:
 
 def _note_left_out(config: pytest.Config, line: str) -> None:
     config.stash[LEFT_OUT] = line
-    if hasattr(config, "workeroutput"):  # this is one of several processes, and another one writes the summary
+    if hasattr(config, "workeroutput"):  # a worker process: the main process writes the summary
         config.workeroutput["left_out"] = line
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes over what a worker process has left out; all leave out the same."""
+    """Takes over the deselected tests of a worker process, which are equal for all."""
     if line := getattr(node, "workeroutput", {}).get("left_out"):
         _note_left_out(node.config, line)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Says, a line for each reason, what did not run, and what a GPU would add."""
+    """Prints the tests that did not run, a line for each reason, and those that need a GPU."""
     skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
     reasons = Counter(where[2].removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple))
     for reason, count in reasons.most_common():
@@ -116,18 +116,18 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Gives each of several processes one thread for products of matrices, in NumPy and in PyTorch.
+    """Gives each of several processes one thread for matrix products, in NumPy and in PyTorch.
 
-    why: else each starts a thread a core, and they take turns: with 16 processes on 16 cores, 57 % of the suite ran in
-    900 s, and with this 99 % in 390 s. why here, before the processes start: libraries read the variables when they are
-    loaded, and a plugin may load NumPy before this file.
+    Otherwise each starts a thread a core: with 16 processes on 16 cores, 57 % of the suite ran in 900 s. With one
+    thread each, 99 % ran in 390 s. The variables are set before the processes start, because libraries read them when
+    they are loaded, and a plugin may load NumPy before this file.
     """
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
 
 def forget() -> None:
-    """Empties the in-process caches of kernels, as a new process would find them."""
+    """Empties the in-process caches of kernels, as in a new process."""
     for value in (*vars(compiler).values(), *vars(disk_cache).values()):
         if hasattr(value, "cache_clear"):
             value.cache_clear()
@@ -135,7 +135,7 @@ def forget() -> None:
 
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty kernel cache on disk and in memory, for one test; the folder does not exist yet."""
+    """Returns the folder, not created yet, of a kernel cache that is empty on disk and in memory."""
     folder = tmp_path / "kernel-cache"
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(folder))
     monkeypatch.setattr(compiler, "_kernels", {})
@@ -149,31 +149,31 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest.fixture(name="device", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def torch_device(request: pytest.FixtureRequest) -> str:
-    """Where PyTorch's tensors of a test are: on the CPU, and on a GPU where there is one."""
+    """Returns the device of PyTorch's tensors: the CPU, and a GPU where there is one."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def xp(request: pytest.FixtureRequest) -> Any:
-    """The array library that a test runs on."""
+    """Returns the array library of a test."""
     return importlib.import_module(request.param)
 
 
 @pytest.fixture(scope="session")
 def cupy() -> Any:
-    """CuPy, for tests that are marked `gpu`."""
+    """Returns CuPy, for tests marked `gpu`."""
     return pytest.importorskip("cupy")
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """What takes the place of the driver where tensor maps are made."""
+    """Returns a stand-in for the driver that encodes tensor maps."""
     return FakeDriver.install(monkeypatch)
 
 
 @pytest.fixture(params=[False, True], ids=["", "any_gpu"])
 def any_gpu(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether a test runs on the kernels for any GPU, on Hopper too; it runs once so, and once on its GPU's own."""
+    """Returns True in a run on the kernels for any GPU, also on Hopper; False in a run on the GPU's fastest kernels."""
     with for_any_gpu() if request.param else nullcontext():
         yield request.param
 
@@ -192,13 +192,13 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unchecked_integers() -> Iterator[None]:
-    """Leaves integers of the host unchecked, as those of a device are, to compute with any."""
+    """Leaves integers of the host unchecked, as on a device, to compute with any."""
     with without_check_of_integers():
         yield
 
 
 @pytest.fixture(scope="module")
 def new_memory_holds_nan() -> Iterator[None]:
-    """Fills with NaN what is allocated on a GPU, outputs and workspaces alike: what is not written shows."""
+    """Fills new GPU memory, of outputs and workspaces, with NaN, so that missing writes show."""
     with memory_of_nan(CupyLibrary, TorchLibrary):
         yield

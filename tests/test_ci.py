@@ -1,4 +1,4 @@
-"""Kernel names that `.ci/` looks for: each pattern fits some kernel, or a check there would pass without any."""
+"""Kernel names in `.ci/`: each pattern matches a kernel, or a check there would pass without any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ need_checkout(".ci")
 
 ARCHS = "sm_80", "sm_90"
 TEXTS = {path.name: path.read_text("utf-8") for path in sorted(CI.iterdir()) if path.is_file()}
-# How names are looked for: as a bash variable of alternatives, by compute-sanitizer, by pytest and in Python.
+# Forms of patterns: a bash variable of alternatives, options of compute-sanitizer and pytest, and Python.
 DEVICES = re.compile(r"\bknown='([^']*)'")
 SUBSTRING = re.compile(r"\bkernel_substring=([\w${}]+)")
 CHOSEN = re.compile(r"""-k "([^"]*)\"""")
@@ -27,7 +27,7 @@ LOOP = re.compile(r"\bfor (\w+) in ([\w ]+);")
 
 
 def alternatives(pattern: str) -> Iterator[str]:
-    """Yields each alternative of a regular expression, also of its groups."""
+    """Yields each alternative of a regular expression, including alternatives of its groups."""
     for branch in re.findall(r"(?:[^|()]|\([^()]*\))+", pattern):
         group = re.fullmatch(r"([^()]*)\(([^()]*)\)(.*)", branch)
         if group is None:

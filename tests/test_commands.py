@@ -1,4 +1,4 @@
-"""The command line as a whole: what it says by itself, how it ends, and units in what it prints."""
+"""The command line as a whole: its guide, exit codes, interrupts, and units in its output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuflash.__main__ import COMMANDS, main
 from cuflash.tools import arguments, info
 
 
-def test_without_a_command_it_tells_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_it_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert __version__ in printed
@@ -31,7 +31,7 @@ def test_without_a_command_it_tells_which_there_are(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_tells_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_lists_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     assert name in capsys.readouterr().out
@@ -43,11 +43,11 @@ def test_the_script_is_the_module() -> None:
 
 
 def interrupted(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """How Python ends with these arguments when Ctrl-C comes after its first line "ready"."""
+    """Runs Python with these arguments and sends Ctrl-C after the line "ready"; returns its end."""
     folders = filter(None, (variables.pop("first", None), str(ROOT), os.environ.get("PYTHONPATH")))
     asked: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     asked["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
-    asked["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # why: a shell's background ignores it
+    asked["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
     with subprocess.Popen([sys.executable, *command], **asked) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -59,7 +59,7 @@ def interrupted(*command: str, **variables: str) -> subprocess.CompletedProcess[
 
 
 of_posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX's SIGINT")
-# In place of a module: it takes until it is interrupted, and passes over a KeyboardInterrupt as some packages do.
+# Replaces a module: it runs until it is interrupted, and suppresses a KeyboardInterrupt, as some packages do.
 IMPORTED = """
 import time
 print("ready", flush=True)
@@ -68,7 +68,7 @@ try:
 except BaseException:
     pass
 """
-# In place of a part of a command: it takes until the command has been interrupted.
+# Replaces a function of a command: it runs until the command is interrupted.
 WORKING = """
 import concurrent.futures, sys, threading
 from cuflash.__main__ import main
@@ -95,7 +95,7 @@ sys.exit(main())
 
 
 @of_posix
-@pytest.mark.parametrize("module", ["numpy", "argparse"])  # the first of the package and of the command
+@pytest.mark.parametrize("module", ["numpy", "argparse"])  # first imports of the package and of the command
 @pytest.mark.parametrize("is_script", [False, True], ids=["module", "script"])
 def test_ctrl_c_ends_its_imports_without_a_traceback(module: str, is_script: bool, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text(IMPORTED, "utf-8")
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_its_work_without_a_traceback(command: str, tmp_path: Path) 
     assert done.stderr.rstrip().endswith("cuflash: stopped")
 
 
-# Takes the place of `python -m cuflash`, as the arguments of the process show it before the package is imported.
+# Replaces `python -m cuflash`, with the process arguments that it has before the package is imported.
 COMMAND = """
 import sys
 sys.orig_argv, sys.argv = ["python", "-m", "cuflash"], ["-m"]
@@ -122,7 +122,7 @@ sys.orig_argv, sys.argv = ["python", "-m", "cuflash"], ["-m"]
 # Prints each module that is imported while Ctrl-C prints a traceback.
 UNGUARDED = """
 import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # why: a shell's background ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 
 class Finder:
     def find_spec(self, name, *_):
@@ -175,11 +175,13 @@ def test_ctrl_c_is_left_alone_in_other_programs(tmp_path: Path) -> None:
     ("python /a/bin/cuflash.py", "/a/bin/cuflash.py", False), ("python -c cuflash", "-c", False),
     ("python /a/bin/pytest cuflash", "/a/bin/pytest cuflash", False), ("python", "", False),
 ])  # fmt: skip
-def test_the_process_of_a_command_is_told_from_others(command_line: str, arguments: str, expected: bool) -> None:
+def test_the_process_of_a_command_is_distinguished_from_others(
+    command_line: str, arguments: str, expected: bool
+) -> None:
     assert interrupt.is_command(command_line.split(), arguments.split()) is expected
 
 
-# In place of what takes long in a command: it has its result at once.
+# Replaces the slow work of a command: the result comes at once.
 AT_ONCE = """
 import sys
 from cuflash.__main__ import main
@@ -221,14 +223,14 @@ def test_a_command_whose_reader_has_ended_ends_quietly(
     (1023.7 * 1024, "1 MiB"), (9.96 * 2**20, "10 MiB"), (232 * 2**20, "232 MiB"), (5.25 * 2**30, "5.2 GiB"),
     (3000 * 2**40, "3000 TiB"),
 ])  # fmt: skip
-def test_memory_is_told_in_its_largest_unit(size: float, message: str) -> None:
+def test_memory_is_printed_in_its_largest_unit(size: float, message: str) -> None:
     assert units.memory(size) == message
 
 
 @pytest.mark.parametrize(
     ("flops", "message"), [(12, "12 FLOP"), (999, "999 FLOP"), (2.5e6, "2.5 MFLOP"), (1.1e12, "1.1 TFLOP")]
 )
-def test_work_is_told_in_its_largest_unit(flops: float, message: str) -> None:
+def test_work_is_printed_in_its_largest_unit(flops: float, message: str) -> None:
     assert units.work(flops) == message
 
 

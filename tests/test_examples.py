@@ -1,4 +1,4 @@
-"""The examples run as a user runs them, with and without a GPU; each of them exits with 1 if its result is wrong."""
+"""Examples run as a user runs them, with and without a GPU; each exits with 1 if its result is wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuflash.reference import flash1, flash2, flashd
 from cuflash.testing import oracle
 
 FOLDER = ROOT / "examples"
-# Of these the one runs nothing of ours, and the other is no example.
+# The one runs no code of cuflash, and the other is no example.
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "how_it_works.py", FOLDER / "packages.py"})
 MOD_EXAMPLES = ("alibi", "documents", "every_library", "pair_bias", "sinks")  # they call with score_mod and the like
 if not EXAMPLES:
@@ -29,18 +29,18 @@ if not EXAMPLES:
 
 @pytest.fixture(autouse=True)
 def _import_as_scripts_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)  # why: some import others of the folder
+    monkeypatch.syspath_prepend(FOLDER)  # some examples import others
 
 
 def imports(path: Path) -> list[str]:
-    """The packages that an example needs to be imported at all, beside cuflash and NumPy, in their order."""
+    """Returns the packages that an example imports at its top, beside cuflash and NumPy, in their order."""
     pattern = r"^    (?:import|from) (torch|jax|transformers|matplotlib)\b"
     _, _, block = path.read_text("utf-8").partition("\nwith explain_missing():\n")
     return list(dict.fromkeys(re.findall(pattern, block.partition("\n\n\n")[0], re.MULTILINE)))
 
 
 def need(path: Path, *of_jax: str) -> None:
-    """Skips an example without a library that it imports or, if it is JAX, one of these packages."""
+    """Skips an example if a library that it imports is missing, or for JAX one of these packages."""
     imported = imports(path)
     for library in imported:
         pytest.importorskip(library)
@@ -58,7 +58,7 @@ NEEDING = [path for path in sorted(FOLDER.glob("*.py")) if imports(path)]
 
 
 def test_all_imports_of_packages_that_may_be_missing_are_explained() -> None:
-    """Others import them where they have seen that these are there."""
+    """Other modules import such packages only after a check that they are installed."""
     assert [path.stem for path in NEEDING] == [
         "handover", "how_it_works", "jax_training", "torch_training", "transformers_generation",
     ]  # fmt: skip
@@ -67,7 +67,7 @@ def test_all_imports_of_packages_that_may_be_missing_are_explained() -> None:
 
 
 @pytest.mark.parametrize("path", NEEDING, ids=lambda path: path.stem)
-def test_an_example_names_each_package_that_is_missing_and_its_installation(path: Path) -> None:
+def test_an_example_names_missing_packages_and_their_installation(path: Path) -> None:
     for package in imports(path):
         code = f"import runpy, sys; sys.argv[0] = {path.name!r}; sys.path.insert(0, {str(FOLDER)!r}); import packages\n"
         code += f"{STAND_INS}hide({package!r}); runpy.run_path({str(path)!r}, run_name='__main__')"
@@ -76,7 +76,7 @@ def test_an_example_names_each_package_that_is_missing_and_its_installation(path
         assert (done.returncode, done.stderr[: len(first)], done.stderr.count("\n")) == (1, first, 1), done.stderr
 
 
-# Hides a package, and gives every other one that examples import, so that the test needs none of them.
+# Hides one package and fakes all others that examples import, so that the test needs none of them.
 STAND_INS = """
 from unittest.mock import MagicMock
 def hide(package):
@@ -121,7 +121,7 @@ def test_an_example_runs_on_a_gpu(path: Path) -> None:
 
 
 def train() -> dict[str, Any]:
-    """The names of examples/train.py."""
+    """Returns the names of examples/train.py."""
     return runpy.run_path(str(FOLDER / "train.py"))
 
 
@@ -160,7 +160,7 @@ def test_scores_and_masks_that_have_no_effect_are_a_failure(monkeypatch: pytest.
 
 
 def test_the_gradients_of_training_are_those_of_its_loss() -> None:
-    """Down a gradient g the loss changes by |g|² a unit: found with one weight at a time, in float64."""
+    """Along a gradient g the loss changes by |g|² a unit, measured for one weight at a time in float64."""
     names = train()
     rng = np.random.default_rng(0)
     x, target = (part.astype(np.float64) for part in names["sequences"](rng))
@@ -178,7 +178,7 @@ def test_the_gradients_of_training_are_those_of_its_loss() -> None:
         oracle.assert_close(name, np.sum(gradient**2), *slopes, ulps=4, unit=abs(up) / step)
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero")  # of states that have seen nothing
+@pytest.mark.filterwarnings("ignore:divide by zero")  # of states without visible keys
 def test_a_state_of_the_lineage_that_is_not_updated_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     main = runpy.run_path(str(FOLDER / "lineage.py"))["main"]
     monkeypatch.setitem(main.__globals__, "on_a_gpu", lambda *arrays: ("CPU", arrays))

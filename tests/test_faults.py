@@ -1,4 +1,4 @@
-"""The faults that `.ci/faults.py` plants are still there to be planted: the tests that catch them run there."""
+"""The faults of `.ci/faults.py`: each still has its place in the sources. Tests that catch them run there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_fault_has_one_place_and_tests(faults: Any) -> None:
         assert all((ROOT / "tests" / name).exists() for name in fault.tests.split()), fault
 
 
-def test_a_fault_that_no_test_sees_is_told(faults: Any, tmp_path: Any) -> None:
+def test_a_fault_that_no_test_catches_is_reported(faults: Any, tmp_path: Any) -> None:
     unseen = faults.Fault("a comment", "problem/mask.py", "Which keys a query sees.", "Which keys.", "test_faults.py")
     for name in (f"cuflash/{unseen.file}", "tests/test_faults.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

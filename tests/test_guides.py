@@ -126,7 +126,7 @@ def test_a_page_is_short_and_so_are_its_lines_and_sentences(page: Path) -> None:
 
 
 def results_of(page: str, heading: str, xp: Any) -> dict[str, Any]:
-    """Returns the names that a section defines, with random numbers for ones, with which a wrong row would not show."""
+    """Returns the names that a section defines, with random numbers instead of ones, which would hide a wrong row."""
     rng, section = np.random.default_rng(0), section_of(GUIDE / page, heading)
     names: dict[str, Any] = {"draw": lambda shape, dtype: xp.asarray(rng.standard_normal(shape), dtype)}
     blocks = [block._replace(text=block.text.replace("cupy.ones(", "draw(")) for block in section.blocks]

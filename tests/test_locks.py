@@ -1,4 +1,4 @@
-"""Children by fork: what other threads were doing when they were made leaves nothing locked in them."""
+"""Children by fork: no lock of another thread stays locked in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuflash.runtime import disk_cache, file_lock
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork of POSIX")
 
-# A child that hangs is killed by SIGALRM. Its exit code is 7 if what it asked for held.
+# A child that hangs is killed by SIGALRM. Its exit code is 7 if its checks passed.
 START = """
 import os, signal, sys, threading, time
 from cuflash import locks
@@ -76,7 +76,7 @@ def test_a_lock_that_the_forking_thread_has_is_its_own_in_the_child() -> None:
     """)
 
 
-def test_who_forks_in_a_section_waits_for_no_other_thread() -> None:
+def test_a_fork_in_a_section_waits_for_no_other_thread() -> None:
     run("""
         leave = threading.Event()
 
@@ -118,7 +118,7 @@ def test_children_of_a_busy_program_work() -> None:
     """)
 
 
-def test_a_child_made_while_a_thread_first_imports_cupy_has_it(tmp_path: Path) -> None:
+def test_a_child_forked_while_a_thread_first_imports_cupy_has_it(tmp_path: Path) -> None:
     (tmp_path / "cupy.py").write_text(
         "import sys, time\nsys.modules['__main__'].importing.set()\ntime.sleep(0.5)\nwhole = True\n", "utf-8"
     )
@@ -138,7 +138,7 @@ def test_a_child_made_while_a_thread_first_imports_cupy_has_it(tmp_path: Path) -
     )
 
 
-def test_a_child_made_while_a_thread_compiles_compiles_too(tmp_path: Path) -> None:
+def test_a_child_forked_while_a_thread_compiles_compiles_too(tmp_path: Path) -> None:
     pytest.importorskip("cupy")
     run(
         """
@@ -175,10 +175,10 @@ def test_a_child_made_while_a_thread_compiles_compiles_too(tmp_path: Path) -> No
     )
 
 
-def test_a_fork_waits_for_a_thread_that_waits_for_another_process_and_then_compiles(
+def test_a_fork_waits_for_a_thread_that_waits_for_another_process(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock that the thread alone moves on: by all of its limits, one after the other."""
+    """Uses a clock that only the thread advances, by all of its limits in turn."""
     cache_dir.mkdir(mode=0o700)
     now, looks, inside, ended, forked = [0.0], [0], threading.Event(), threading.Event(), threading.Event()
 
@@ -195,7 +195,7 @@ def test_a_fork_waits_for_a_thread_that_waits_for_another_process_and_then_compi
             with disk_cache.compiling("kernel.cubin"):
                 assert now[0] >= disk_cache.WAIT_SECONDS
                 sleep(0.99 * disk_cache.WAIT_SECONDS)  # as long as the slowest kernel takes
-                enough = looks[0] + 2  # why: the fork looks at the clock once more before the section ends
+                enough = looks[0] + 2  # the fork reads the clock once more before the section ends
                 while looks[0] < enough and not forked.is_set():
                     time.sleep(locks.PAUSE)
             ended.set()
@@ -206,7 +206,7 @@ def test_a_fork_waits_for_a_thread_that_waits_for_another_process_and_then_compi
     monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=clock, sleep=look))
     monkeypatch.setattr(file_lock, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
     thread = threading.Thread(target=compile_kernel, daemon=True)
-    with file_lock.alone(cache_dir / "kernel.cubin.lock.tmp", 1):  # as another process has it
+    with file_lock.alone(cache_dir / "kernel.cubin.lock.tmp", 1):  # as if held by another process
         thread.start()
         inside.wait()
         locks._before_fork()
@@ -215,4 +215,4 @@ def test_a_fork_waits_for_a_thread_that_waits_for_another_process_and_then_compi
         forked.set()
         thread.join()
     assert has_ended
-    assert now[0] < disk_cache.STALE_SECONDS  # nor does another process remove the lock meanwhile
+    assert now[0] < disk_cache.STALE_SECONDS  # else another process could remove the lock meanwhile

@@ -1,4 +1,4 @@
-"""Names that the project gave up stay away: a row for each family, and the places that may still hold it."""
+"""Old names stay away: a row for each family, and the files that may still hold it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PYTHON, CUDA, BOTH = (".py",), (".cu", ".cuh"), (".py", ".cu", ".cuh")
 
 
 class Family(NamedTuple):
-    """Old names, their successors, the endings of files in which they are gone, and files that may hold them.
+    """Old names, their successors, the suffixes of files in which they are gone, and files that may hold them.
 
-    in_code: only identifiers count, as the name is an ordinary word in comments and strings, too.
+    in_code: only identifiers count, as the name is also an ordinary word in comments and strings.
     """
 
     old: str
@@ -29,7 +29,7 @@ class Family(NamedTuple):
     in_code: bool = False
 
 
-# Files that speak of weights which dropout keeps.
+# Files about weights that dropout keeps.
 OF_DROPOUT = (
     "cuflash/reference/dropout.py",
     "cuflash/reference/mods.py",
@@ -139,7 +139,7 @@ FAMILIES = (
     *(Family(old, new, CUDA) for old, new in OF_CUDA.items()),
     *(Family(old, new, PYTHON) for old, new in OF_PYTHON.items()),
 )
-# Names that say how a variable came to be, or how it relates, and not what it holds.
+# Names for the origin or relation of a variable instead of its content.
 VAGUE = {"made", "found", "given", "wanted", "known", "seen", "told", "kept", "own", "of", "at"}
 FOLDERS = ("cuflash", "kernels_cu", "tests", "examples", ".ci")
 FILES = {

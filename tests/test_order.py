@@ -15,7 +15,7 @@ scheduler = pytest.importorskip("xdist.scheduler.worksteal", reason="needs pytes
 
 
 class Process:
-    """A process of pytest-xdist, as its scheduler addresses it."""
+    """A worker process of pytest-xdist, as its scheduler addresses it."""
 
     shutting_down = False
 
@@ -27,14 +27,14 @@ class Process:
         self.tests += tests
 
     def send_steal(self, tests: list[int]) -> None:
-        """Leaves the tests where they are: no process has run any yet."""
+        """Steals no test, as no process has run any yet."""
 
     def shutdown(self) -> None:
         self.shutting_down = True
 
 
 def runs_of(tests: list[str], processes: int) -> list[list[str]]:
-    """The tests that each process gets at first from `--dist worksteal`."""
+    """Returns the first tests of each process under `--dist worksteal`."""
     config: Any = SimpleNamespace(getvalue=lambda name: [f"{processes}*popen"], hook=None)
     scheduling, nodes = scheduler.WorkStealingScheduling(config), [Process() for _ in range(processes)]
     for node in nodes:
@@ -45,7 +45,7 @@ def runs_of(tests: list[str], processes: int) -> list[list[str]]:
 
 
 def seconds(test: str) -> float:
-    """Those that stand before the name of a test."""
+    """Returns the seconds at the begin of a test's name."""
     return float(test.split("_")[0])
 
 

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what they carry, and that every way of installing finds the CUDA sources. No network."""
+"""The wheel and the sdist: their content, and that every way of installing finds the CUDA sources. No network."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ WHERE = "import cuflash; from cuflash.runtime import compiler; print(cuflash.__f
 
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
-    """Output of a Python command that sees no other checkout; its whole output is the message when it fails."""
+    """Runs a Python command without other checkouts; returns its output, which is the message if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return output_of(sys.executable, *command, cwd=cwd, env=environment | variables)
 
 
 def located(folder: Path, **variables: str) -> tuple[Path, Path]:
-    """(package, source_root) of the cuflash that a process in this folder imports."""
+    """Returns (package, source_root) of the cuflash that a process in this folder imports."""
     package, root = run("-c", WHERE, cwd=folder, **variables).split()
     return Path(package).parent, Path(root)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist of a copy of this checkout, and the wheel made from that sdist."""
+    """Returns a folder with the sdist of a copy of this checkout, and the wheel built from that sdist."""
     folder = tmp_path_factory.mktemp("packaging")
     checkout = folder / "checkout"
     checkout.mkdir()
@@ -97,7 +97,7 @@ def test_pre_commit_runs_the_versions_of_the_lint_extra() -> None:
     assert pins == {requirement for requirement in EXTRAS["lint"] if not requirement.startswith("mypy")}
 
 
-def test_errors_tell_to_install_what_the_extras_do() -> None:
+def test_errors_advise_the_packages_of_the_extras() -> None:
     names = set(re.findall(r'"(.*?)"', INSTALL_HINT))
     of_both = {*EXTRAS["cuda12"], *EXTRAS["cuda13"]}
     assert names == {requirement for requirement in of_both if not requirement.startswith("numpy")}
@@ -134,7 +134,7 @@ def test_an_editable_install_finds_the_sources_of_the_checkout(built: Path, tmp_
     hook = "import sys; from hatchling.build import build_editable; print(build_editable(sys.argv[1]))"
     wheel = tmp_path / run("-c", hook, str(tmp_path), cwd=checkout).split()[-1]
     run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
-    # Its paths go first: the environment of this test may hold an install of its own.
+    # Its paths go first, as the environment of this test may have cuflash installed.
     first = f"import site, sys; old = list(sys.path); site.addsitedir({str(target)!r}); "
     start = first + f"sys.path[:] = [p for p in sys.path if p not in old] + old; {WHERE}"
     package, root = run("-c", start, cwd=tmp_path).split()

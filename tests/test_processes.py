@@ -1,4 +1,4 @@
-"""Tests in several processes: how many threads each has for products of matrices."""
+"""Tests in several processes: the number of threads of each for matrix products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLES = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux' /proc")
 def test_each_process_begins_with_as_many_threads_as_it_may_have() -> None:
-    """In one process, as a test of another one, where a plugin loads NumPy before any file of tests."""
+    """Runs another pytest with one process, where a plugin loads NumPy before any test file."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         variables = dict(each.split("=", 1) for each in Path("/proc/self/environ").read_text().split("\0") if each)
         assert {name: os.environ[name] for name in VARIABLES}.items() <= variables.items()

@@ -1,4 +1,4 @@
-"""Import paths that users hold: names that the README, the guide and examples show, and modules for frameworks."""
+"""Public import paths: names that the README, the guide and examples show, and modules for frameworks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_FLASH_ATTN_3 = (
     *("flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"),
     *("flash_attn_with_kvcache", "get_scheduler_metadata"),
 )
-# Each with the packages that it imports beside NumPy.
+# Paths, each with the packages that it imports beside NumPy.
 PATHS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cuflash": ((), (
         *("BlockMask", "CompileError", "ProblemError", "UnsupportedError", "append_kv", "backward"),
@@ -56,7 +56,7 @@ PATHS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("cuflash_attention_forward", "cuflash_mask", "register"),
     ),
 }  # fmt: skip
-# Modules that a function of their own package hides. This set may only shrink.
+# Modules hidden by a function of their package. This set may only shrink.
 HIDDEN = {"cuflash.reference.backward"}
 
 
@@ -70,7 +70,7 @@ def test_a_public_path_resolves(module: str) -> None:
 
 
 def exported(package: Path) -> set[str]:
-    """Returns the names that a package defines or takes from its modules, and so not the modules themselves."""
+    """Returns the names that a package defines or takes from its modules, without the modules themselves."""
     names: set[str] = set()
     for node in ast.parse((package / "__init__.py").read_text("utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module:

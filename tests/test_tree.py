@@ -1,4 +1,4 @@
-"""The shape of the tree: layers, sizes, names and what an import costs."""
+"""The shape of the tree: layers, sizes, names and the cost of an import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuflash.problem.dtypes import DTYPES
 PACKAGE, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
 need_checkout("kernels_cu")
 
-# A folder or module of cuflash imports lower layers only, and its own; the longest dotted prefix of a module counts.
+# A folder or module of cuflash imports its own and lower layers; the longest dotted prefix of a module counts.
 LAYERS = {
     0: ("errors", "interrupt", "locks", "log", "units", "arrays.__init__", "arrays.packages"),
     1: ("mods.graph",),
@@ -38,8 +38,8 @@ LAYERS = {
     13: ("__main__",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
-# Where modules are tested that have neither test_<module>.py nor test_<subfolder>_<module>.py in tests/<folder>; a
-# folder stands for all of its modules.
+# Test files of modules that have neither test_<module>.py nor test_<subfolder>_<module>.py in tests/<folder>; a folder
+# stands for all of its modules.
 TESTED_ELSEWHERE = {
     "arrays": "arrays/test_arrays.py",
     "tools": "tools/test_bench.py",
@@ -92,7 +92,7 @@ def short(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules of cuflash that a file imports, anywhere in it, such as `problem/mask`."""
+    """Returns the modules of cuflash that a file imports, anywhere in it, such as `problem/mask`."""
     inside = ["cuflash", *path.relative_to(PACKAGE).parts[:-1]]
     targets: list[list[str]] = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -102,13 +102,13 @@ def imports(path: Path) -> set[str]:
             base = inside[: len(inside) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
             targets += [[*base, alias.name] for alias in node.names]
-    # What is imported from a module is no module: it is the longest part that is one, or the package that it lies in.
+    # A name imported from a module is no module: the longest prefix that is a module or package counts.
     parts = (["/".join(one[1:end]) for end in range(len(one), 0, -1)] for one in targets if one[0] == "cuflash")
     return {next(x for name in names for x in (name, f"{name}/__init__".strip("/")) if x in NAMES) for names in parts}
 
 
 def folder_of(name: str) -> str:
-    """Returns the longest entry of the layers that a module such as `mods/graph/affine` lies in."""
+    """Returns the longest entry of the layers that contains a module such as `mods/graph/affine`."""
     parts = name.split("/")
     prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     folder = next((prefix for prefix in prefixes if prefix in LAYER_OF), None)
@@ -123,7 +123,7 @@ def test_a_module_imports_lower_layers_only(name: str) -> None:
         assert LAYER_OF[other] < LAYER_OF[folder], f"{name} imports {other}"
 
 
-def test_the_layers_are_of_folders_that_exist_and_imports_are_seen_at_every_depth() -> None:
+def test_layers_are_existing_folders_and_imports_count_at_every_depth() -> None:
     assert {folder_of(name) for name in NAMES} == set(LAYER_OF)
     assert len(NAMES) >= 165, "modules are missing"
     assert imports(PACKAGE / "testing" / "cases.py") >= {"problem/problem"}
@@ -155,7 +155,7 @@ def test_every_module_has_tests_that_pytest_collects() -> None:
         files = TESTED_ELSEWHERE.get(name), alone, joined, TESTED_ELSEWHERE.get(folder)
         file_of[name] = next((file for file in files if file and (ROOT / "tests" / file).is_file()), None)
     assert not [name for name, file in file_of.items() if file is None], "these have no test file"
-    # Collected in a process of its own: this one may run some of the tests only.
+    # Collected in another process, as this one may run only some of the tests.
     chosen = sorted({str(ROOT / "tests" / file) for file in file_of.values()})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-rs", "--rootdir", str(ROOT), *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -164,8 +164,8 @@ def test_every_module_has_tests_that_pytest_collects() -> None:
     assert not {file for file in file_of.values() if file not in printed}, done.stdout + done.stderr
 
 
-# Layers of kernels_cu by folder: a source includes headers of its own folder and of lower layers. Kernels stand in
-# KERNEL_FOLDERS alone.
+# Layers of kernels_cu by folder: a source includes headers of its own folder and of lower layers. Only KERNEL_FOLDERS
+# have kernels.
 KERNEL_LAYERS = {
     "ptx": 0,
     "common": 1,
@@ -181,7 +181,7 @@ KERNEL_FOLDERS = {"sm80", "portable", "sm90/forward", "sm90/backward", "sm90/dec
 
 
 def included(path: Path) -> list[Path]:
-    """What a CUDA source includes."""
+    """Returns the files that a CUDA source includes."""
     paths = []
     for name in INCLUDE.findall(path.read_text("utf-8")):
         assert name[0] == name[-1] == '"', f"{short(path)} includes {name}: no header of the system is used"
@@ -221,7 +221,7 @@ def test_headers_include_each_other_in_one_direction_and_all_are_used() -> None:
     graph = {path: included(path) for path in SOURCES}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
     used = {other for others in graph.values() for other in others}
-    printed = {KERNELS / "common" / "mod_functions.cuh"}  # what the text of expression graphs includes
+    printed = {KERNELS / "common" / "mod_functions.cuh"}  # included by the generated text of mods
     assert {path for path in SOURCES if path.suffix == ".cuh"} == used | printed
     assert all(path.read_text("utf-8").count("#pragma once") == (path.suffix == ".cuh") for path in SOURCES)
 
@@ -233,7 +233,7 @@ def test_a_kernel_file_has_one_entry_named_by_the_host(path: Path) -> None:
     assert text.startswith("//"), "a kernel begins with its equations and roles"
 
 
-def test_macros_are_read_in_the_config_of_a_family_and_are_those_that_the_host_gives() -> None:
+def test_macros_are_read_in_config_headers_and_defined_by_the_host() -> None:
     code = {path: re.sub(r"//.*", "", path.read_text("utf-8")) for path in SOURCES}
     read = {short(path.parent): set[str]() for path in SOURCES}
     for path, text in code.items():
@@ -243,7 +243,7 @@ def test_macros_are_read_in_the_config_of_a_family_and_are_those_that_the_host_g
         else:
             assert names == ({"KERNEL"} if path.suffix == ".cu" else set()), short(path)
     common = read["kernels_cu/common"]
-    # Kernels without a tile are given less, so the common macros stand in two groups and that of softcap.
+    # Kernels without a tile have fewer macros: the common macros form two groups, and one for softcap.
     always = set(re.findall(r"\bCUFLASH_(\w+)", code[KERNELS / "common" / "config.cuh"].split("#ifdef")[0]))
     for variant in variants("sm_90"):
         family, macros = variant.source.split("/")[0], set(variant.constants) | {"PARAMS_BYTES"}

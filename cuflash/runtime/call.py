@@ -1,8 +1,8 @@
 """The call path of every op: validate, plan, allocate, launch. Calls of JAX under jit build a `CachedCall` themselves.
 
-A `CachedCall` holds all that calls with arrays of equal shapes, strides, dtypes and options repeat. A `LoadedPlan`
-holds the kernels of its plan. A cache holds calls, and the `PackedParams` of pointers that came twice, so that a
-repeated call is two lookups, the outputs' allocation and the launches.
+A `CachedCall` holds everything reusable between calls with equal shapes, strides, dtypes and options. A `LoadedPlan`
+holds the kernels of its plan. A cache holds calls, and the `PackedParams` of pointers that came twice. So a repeated
+call is two lookups, the outputs' allocation and the launches.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .driver import current_device, on_device, relaxed_capture
 from .kernel_launch import EarlyLaunch, PlainLaunch, launches_early
 from .structs import STRUCTS, ParamBuffer, ParamTemplate
 
-CACHE_BYTES = 32 * 2**20  # of plans and packed parameters of calls, in a process
-CALL_BYTES, LAUNCH_BYTES = 5 * 1024, 3 * 1024  # that a CachedCall takes, and each of its launches, as measured
-PACKED_BYTES = 1024  # that PackedParams take beside their own bytes, as measured
-RECENT_POINTERS = 8192  # pointer tuples seen once: seen again, their packed parameters are cached
+CACHE_BYTES = 32 * 2**20  # of cached plans and packed parameters, per process
+CALL_BYTES, LAUNCH_BYTES = 5 * 1024, 3 * 1024  # measured size of a CachedCall, and of each of its launches
+PACKED_BYTES = 1024  # measured overhead of PackedParams, beside their bytes
+RECENT_POINTERS = 8192  # pointer tuples that are remembered: at the second use, their packed parameters are cached
 
 CALL_CACHE = SecondChanceCache(CACHE_BYTES)
 _find = CALL_CACHE.get
@@ -47,7 +47,7 @@ _numbers = itertools.count()
 
 
 class PackedParams:
-    """Parameters of a plan's launches for some pointers, and the stream whose counters they hold, if any."""
+    """Packed parameters of a plan's launches for one tuple of pointers, and the stream of their counters, if any."""
 
     __slots__ = ("buffers", "stream")
 
@@ -66,30 +66,30 @@ class LoadedPlan:
     def __init__(self, plan: Plan, ordinal: int) -> None:
         self.plan, self.ordinal, self._number = plan, ordinal, next(_numbers)
         launches = [launch for launch in plan.launches if launch.num_blocks]
-        # why: launches that take the same struct share it: Hopper's three backward kernels for dq, dk and dv.
+        # Launches with equal parameters share a struct: Hopper's three backward kernels for dq, dk and dv.
         sharers: dict[tuple[object, ...], list[Launch]] = {}
         for launch in launches:
             sharers.setdefault(_struct_key(launch), []).append(launch)
         numbers = {key: number for number, key in enumerate(sharers)}
         firsts = [first for first, *_ in sharers.values()]
         self._templates = [ParamTemplate(plan.problem, launch, plan.workspace) for launch in firsts]
-        # Number of the template, word, and how many counters its address is of.
+        # (index of the template, word of a counter address, number of counters).
         self._counters = [(number, *each) for number, launch in enumerate(firsts) for each in _counter_words(launch)]
         self._kernels = [(numbers[_struct_key(launch)], _load(launch, ordinal)) for launch in launches]
         self.workspace = (plan.workspace_bytes // 4,) if plan.workspace_bytes and plan.launches else ()  # its shape
-        # why one launch: several of two threads could interleave on the stream.
+        # Single launches alone share it: launches of two threads could interleave on the stream.
         self.shares_scratch = len(launches) == 1 and 0 < plan.workspace_bytes <= device_memory.SCRATCH_BYTES
         index = plan.problem.op.index
-        # The operands that must begin at a multiple of so many bytes, less one: those of tensor maps …
+        # (index, alignment - 1) of operands: with a tensor map, one begins at a multiple of 16 bytes …
         self.tma_operands = tuple([(index[name], 15) for name in plan.tma_operands])
-        # … and those of which two elements are loaded together.
+        # … and operands whose elements are loaded in pairs, at multiples of a pair's size.
         self.vector_loaded = tuple([(index[name], size - 1) for name, size in plan.vector_loaded.items()])
 
     def launch(self, pointers: tuple[int, ...], stream: int) -> bool:
-        """Launches in order, on this stream of the GPU. False, and nothing is launched, if an address forbids it.
+        """Launches the kernels in order on this stream; returns False, and launches none, if a pointer is misaligned.
 
-        The pointers are those of the op's operands in their order, then that of the workspace if there is one. The
-        driver copies the parameters before it returns.
+        pointers: of the op's operands in their order, then of the workspace if there is one. The driver copies the
+        parameters before it returns.
         """
         if current_device() != self.ordinal:
             with on_device(self.ordinal):
@@ -100,12 +100,12 @@ class LoadedPlan:
             if any([pointers[number] & bits for number, bits in self.tma_operands + self.vector_loaded]):
                 return False
             params = PackedParams([template.pack(pointers) for template in self._templates])
-            # why from their second use on: a KV cache that grows has new pointers in each call.
+            # Cached from the second use on: a KV cache that grows has new pointers in each call.
             is_repeated = _recent_keys.add(key)
             if is_repeated:
                 CALL_CACHE.put(key, params, sum([PACKED_BYTES + len(buffer.memory) for buffer in params.buffers]))
         buffers = params.buffers
-        # why not of the default stream: it has the same counters each time.
+        # The default stream keeps its counters; another handle may stand for a new stream by now.
         if stream != params.stream or stream != device_memory.DEFAULT_STREAM:
             for number, word, count in self._counters:
                 buffers[number].words[word] = device_memory.counter(self.ordinal, stream, count, word)
@@ -119,13 +119,13 @@ class LoadedPlan:
 
 
 def _struct_key(launch: Launch) -> tuple[object, ...]:
-    """Returns a key that launches share which take the same parameters."""
+    """Returns a key that is equal for launches with the same parameters."""
     variant = launch.variant
     return variant.params, variant.mod_code, id(launch.fields), *launch.tma_boxes.items(), *launch.aliases.items()
 
 
 def _counter_words(launch: Launch) -> list[tuple[int, int]]:
-    """Returns the words of the launch's struct that hold addresses of counters, and how many counters each is of."""
+    """Returns (word, number of counters) for each counter address in the launch's struct."""
     struct, counts = STRUCTS[launch.variant.params], {"counter": int(launch.takes_counter), "arrivals": launch.arrivals}
     fields = ((getattr(struct, name, None), count) for name, count in counts.items() if count)
     return [(field.offset // 8, count) for field, count in fields if field]
@@ -140,10 +140,10 @@ def _load(launch: Launch, ordinal: int) -> EarlyLaunch | PlainLaunch:
 
 
 def _load_plan(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> LoadedPlan:
-    # why a context: the driver makes TMA descriptors in no thread without one
+    # The driver encodes TMA descriptors only in a thread that has a context.
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
         while True:
-            # why not in plain calls: planning is a part of the time of each new shape.
+            # Kernels without mods may spill. Their calls skip this set, as each new shape is planned.
             spilled = frozenset() if problem.op.mod_spec is None else compiler.spilled()
             new_plan = plan(problem, device.query(ordinal), misaligned, spilled)
             if logger.isEnabledFor(logging.DEBUG):
@@ -152,11 +152,11 @@ def _load_plan(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -
                 return LoadedPlan(new_plan, ordinal)
             except compiler.SpilledError as error:
                 if error.variant in spilled:
-                    raise  # why: planning does not avoid it
+                    raise  # planning chose the spilling kernel again
 
 
 class CachedCall:
-    """All that calls on one GPU with such arrays and options repeat."""
+    """Everything reusable between calls with equal shapes, strides, dtypes and options on one GPU."""
 
     def __init__(self, validated_call: ValidatedCall, library: GpuLibrary | None = None) -> None:
         problem, self.needs_copy, self._specs = validated_call
@@ -169,33 +169,33 @@ class CachedCall:
         self.plan = self.aligned_plan.plan
         # True where a call needs more than launches: copies of inputs, or results without a kernel.
         self.is_special = True in self.needs_copy[:inputs] or not self.plan.launches
-        # Whether the caller gives all outputs, and kernels write to them just as they are.
+        # True if the caller gives all outputs, and kernels write to them without a copy.
         self.writes_to_outs = True not in self.needs_copy[inputs:] and None not in self._specs[inputs:]
         self._unaligned_plans: dict[bool, LoadedPlan] = {}
-        self.library = library  # None where the results are there already
+        self.library = library  # None where the caller allocates the results, as XLA does
         self.allocators = [] if library is None else [library.allocator(*output, ordinal) for output in self.outputs]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in the cache, about."""
+        """Approximate bytes of the call in the cache."""
         return CALL_BYTES + LAUNCH_BYTES * len(self.plan.launches)
 
     def unaligned_plan(self, pointers: Sequence[int]) -> LoadedPlan:
-        """Returns the kernels for operands that begin where these do, loaded when they are first needed."""
+        """Returns the kernels for misaligned operands, loaded at their first use."""
         aligned, names = self.aligned_plan, self.problem.op.names
-        # All operands that TMA moves count as misaligned once one is: in the next call it may be another one. While
-        # none is, the TMA kernels stay, as those without it are slower.
+        # One misaligned TMA operand counts for all of them: in the next call it may be another one. While all are
+        # aligned the TMA kernels stay, which are faster.
         without_tma = any([pointers[number] & bits for number, bits in aligned.tma_operands])
         loaded_plan = self._unaligned_plans.get(without_tma)
         if loaded_plan is None:
             operands = aligned.tma_operands * without_tma + aligned.vector_loaded
-            with relaxed_capture():  # why: perhaps it was captured with other pointers before
+            with relaxed_capture():  # a capture may be the first call with misaligned pointers
                 loaded_plan = _load_plan(self.problem, self.ordinal, [names[number] for number, _ in operands])
             self._unaligned_plans[without_tma] = loaded_plan
         return loaded_plan
 
     def check_separate(self, pointers: Sequence[int]) -> None:
-        """Raises ProblemError if memory that is written to is that of another array, too."""
+        """Raises ProblemError if an array that is written to overlaps another array."""
         for number, other, least, most in self.ranges:
             if least < (distance := pointers[other] - pointers[number]) < most:
                 first, second = self._specs[number], self._specs[other]
@@ -206,9 +206,9 @@ class CachedCall:
 def run(
     op: Op, arrays: tuple[Any, ...], options: OptionsKey, outputs: int | None = None, outs: tuple[Any, ...] = ()
 ) -> Any:
-    """Returns the results of a call, in the library of its arrays; inputs that are not there are None.
+    """Runs a call and returns its results, in the library of its arrays; absent inputs are None.
 
-    outputs: how many results to return (default all). outs: arrays for the first results, None for a new one.
+    outputs: number of results to return (default all). outs: arrays for the first results, None for a new one.
     """
     operands = (*arrays, *outs) if outs else arrays
     library, on_gpu = libraries_of(op, operands)
@@ -216,8 +216,8 @@ def run(
         return cpu.run(op, library, operands, options.options)[:outputs]
     if not isinstance(library, GpuLibrary):
         return _run_through_cupy(op, library, arrays, options, outputs, outs)
-    # why the thread: a cached call is written to. why not threading.local: it forgets a thread that XLA or autograd
-    # began after each call of Python.
+    # By thread, as a cached call is written to. threading.local does not serve: threads of XLA and autograd lose its
+    # values after each call of Python.
     key = get_ident(), op, options, library.key(operands)
     call = _find(key)
     if call is None:
@@ -231,7 +231,7 @@ def run(
 
 
 def _results(call: CachedCall, arrays: tuple[Any, ...], outputs: int | None, outs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the results of `run`, on the current GPU."""
+    """Allocates, launches and returns the results of `run`, on the current GPU."""
     library, allocators = call.library, call.allocators
     assert library is not None
     addresses = library.pointers
@@ -262,14 +262,14 @@ def _results(call: CachedCall, arrays: tuple[Any, ...], outputs: int | None, out
 
 
 def _targets(call: CachedCall, library: GpuLibrary, outs: tuple[Any, ...]) -> list[Any]:
-    """Returns arrays that kernels write to for these results: the caller's, a copy where they cannot, or a new one."""
+    """Returns arrays for kernels to write to: the caller's, copies of those that kernels cannot write, or new ones."""
     pairs = zip(outs, call.allocators, call.needs_copy[-len(outs) :], strict=False)
-    # why a copy, and no new array: rows of no sequence keep what they hold.
+    # A copy, not a new array: rows outside all sequences keep their values.
     return [make() if out is None else library.with_packed_strides(out) if copy else out for out, make, copy in pairs]
 
 
 def _launch(loaded_plan: LoadedPlan, library: GpuLibrary, pointers: tuple[int, ...]) -> bool:
-    """Launches with a workspace if the kernels take one; False where nothing was launched."""
+    """Launches with a workspace if the kernels take one; returns False if nothing was launched."""
     stream = library.stream(loaded_plan.ordinal)
     if not loaded_plan.workspace:
         return loaded_plan.launch(pointers, stream)
@@ -286,7 +286,7 @@ def _launch(loaded_plan: LoadedPlan, library: GpuLibrary, pointers: tuple[int, .
 def _run_through_cupy(
     op: Op, library: Library, arrays: tuple[Any, ...], options: OptionsKey, outputs: int | None, outs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Returns the results of `run`, of arrays that cross over to CuPy and back."""
+    """Converts arrays to CuPy, runs the call, and converts the results back."""
     for operand, out in zip(op.outputs, outs, strict=False):
         if out is not None:
             library.check_writable(operand.name, out, " or None")
@@ -317,7 +317,7 @@ def _run_standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], ou
 
 
 def _log(op: str, new_plan: Plan) -> None:
-    """Writes a line of `CUFLASH_LOG` for a new plan, and one for each cause why Hopper's kernels are not taken."""
+    """Writes a line of `CUFLASH_LOG` for a new plan, and one for each reason against Hopper's kernels."""
     logger.debug("%s: %s", op, str(new_plan).replace("\n", "; "))
     if new_plan.fallback is not None:
         _log_fallback(op, new_plan.fallback)

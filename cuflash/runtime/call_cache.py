@@ -10,22 +10,20 @@ from ..locks import Lock
 
 
 class SecondChanceCache:
-    """Values by key, of which those that were not used for longest are dropped.
+    """A map that drops the values unused for longest; all but the newest take at most `max_bytes`.
 
-    All but the newest take at most `max_bytes`.
-
-    Values stand in a queue. One that was used since it was put in, or last spared, goes to the back again instead of
-    being dropped (the "second chance" algorithm): to note a use is a third of the cost of moving it at once.
+    Values stand in a queue. A value that was used since it came to the back goes there again instead of being dropped
+    (the "second chance" algorithm). Recording a use costs a third of moving the value at once.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
-        self._entries: OrderedDict[Hashable, list[Any]] = OrderedDict()  # value, bytes, whether it was used
-        self._lock = Lock(reentrant=True)  # why: what is dropped in `put` may end with a call of its own
+        self._entries: OrderedDict[Hashable, list[Any]] = OrderedDict()  # value, bytes, True if it was used
+        self._lock = Lock(reentrant=True)  # the finalizer of a value dropped in `put` may make a call
         self._find = self._entries.get
 
     def get(self, key: Hashable) -> Any:
-        """Returns the value of this key, or None. TypeError for a key that cannot be hashed."""
+        """Returns the value of this key, or None; raises TypeError for an unhashable key."""
         entry = self._find(key)
         if entry is None:
             return None
@@ -33,7 +31,7 @@ class SecondChanceCache:
         return entry[0]
 
     def put(self, key: Hashable, value: Any, size: int) -> None:
-        """Keeps a value that takes about `size` bytes."""
+        """Stores a value of about `size` bytes."""
         with self._lock:
             entries, new = self._entries, [value, size, False]
             self.num_bytes += size
@@ -63,10 +61,10 @@ class RecentKeys:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._hashes: OrderedDict[int, None] = OrderedDict()  # why not a dict: it searches long for its first item
+        self._hashes: OrderedDict[int, None] = OrderedDict()  # a dict searches long for its first item
 
     def add(self, key: Hashable) -> bool:
-        """Returns True and forgets a key if it was there, else adds it. Keys are compared by their hash."""
+        """Adds a key and returns False; removes it and returns True if its hash was there."""
         number, hashes = hash(key), self._hashes
         if number in hashes:
             hashes.pop(number, None)

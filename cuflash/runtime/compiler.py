@@ -1,4 +1,4 @@
-"""Compiles a `Variant` to its cubin by NVRTC, and loads its kernel, by a cache on disk and one in the process."""
+"""Compiles a `Variant` to a cubin by NVRTC and loads its kernel, with a cache on disk and one in the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .driver import current_device, on_device
 from .structs import size_of
 
 MOD_FUNCTIONS = "common/mod_functions.cuh"  # included ahead of the generated text of mods
-# What the name of a file ends with that stands for a kernel that must not run, so that no process compiles it again.
+# Suffix of a cache file that marks a kernel as spilling, so that no process compiles it again.
 SPILLED = ".spilled"
 _SPILLS = re.compile(r"\b[1-9]\d* bytes (?:stack frame|spill)")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
@@ -32,9 +32,9 @@ _spilled: set[Variant] = set()
 
 
 class SpilledError(CompileError):
-    """A kernel of Hopper's spills registers with mods, so that it must not run.
+    """The error of a Hopper kernel that spills registers with mods, and therefore must not run.
 
-    why: with setmaxnreg, ptxas has let such a kernel write to memory at a wrong address.
+    With setmaxnreg, ptxas has let such a kernel write to memory at a wrong address.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -44,7 +44,7 @@ class SpilledError(CompileError):
 
 @cache
 def source_root() -> Path:
-    """The folder `kernels_cu`: inside the package in a wheel, beside it in a checkout or an editable install."""
+    """Returns the folder `kernels_cu`: inside the package in a wheel, beside it in a checkout or editable install."""
     package = Path(__file__).resolve().parents[1]
     for root in (package / "kernels_cu", package.parent / "kernels_cu"):
         if (root / "common" / "config.cuh").is_file():
@@ -53,7 +53,7 @@ def source_root() -> Path:
 
 
 def included_files(source: Path) -> list[Path]:
-    """Returns the source and every file that it includes, directly or not, in the order of inclusion."""
+    """Returns the source and all files that it includes, directly or not, in the order of inclusion."""
     files: dict[Path, None] = {}
     pending = [source.resolve()]
     while pending:
@@ -74,7 +74,7 @@ def files_of(variant: Variant) -> list[Path]:
 
 def nvrtc_version() -> tuple[int, int]:
     """Returns the version of the NVRTC that compiles here; raises UnsupportedError if it is missing."""
-    with _lock:  # why: if two threads make CuPy's first search for NVRTC, it lacks its builtins library
+    with _lock:  # NVRTC lacks its builtins library if two threads make CuPy's first search for it
         return _nvrtc_version()
 
 
@@ -86,7 +86,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
         return tuple(nvrtc.getVersion())
     except Exception as error:
-        # why: CuPy looks for NVRTC when it is first used, and reports its absence by an exception of another package.
+        # CuPy searches for NVRTC at its first use, and reports its absence by an exception of another package.
         raise UnsupportedError(f"GPU arrays need NVRTC, which CuPy could not load ({error}): {INSTALL_HINT}") from error
 
 
@@ -99,7 +99,7 @@ def options(variant: Variant) -> tuple[str, ...]:
 
 
 def program_text(variant: Variant) -> str:
-    """Returns the text that is compiled: the source, or mods and the source."""
+    """Returns the text to compile: the source, or mods and the source."""
     source = source_root() / variant.source
     if variant.mod_code is None:
         return source.read_text("utf-8")
@@ -118,7 +118,7 @@ def compile_variant(variant: Variant) -> tuple[bytes, str]:
     try:
         with uninterrupted:
             nvrtc.compileProgram(program, (*options(variant), f"-I{source.parent}"))
-        # why: CuPy's getCUBIN cuts off the last byte, which is zero, because it takes it for the end of a string.
+        # CuPy's getCUBIN cuts off the last byte, a zero, as if it ended a string.
         cubin, log = nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         raise CompileError(
@@ -132,12 +132,12 @@ def compile_variant(variant: Variant) -> tuple[bytes, str]:
 
 
 def is_cached(variant: Variant) -> bool:
-    """Returns True where the disk cache holds a sound cubin of the variant, so that no process needs to compile it."""
+    """Returns True if the disk cache holds a sound cubin of the variant."""
     return find_in_cache(_file_name(variant)) is not None
 
 
 def cubin(variant: Variant) -> bytes:
-    """Returns the variant's cubin: that of the disk cache if it is sound, else a new one, which goes there."""
+    """Returns the variant's cubin, from the disk cache if it is sound there, else compiled and stored there."""
     name = _file_name(variant)
     content = _find(variant, name)
     if content is None:
@@ -170,7 +170,7 @@ def _compile(variant: Variant, name: str) -> bytes:
 
 
 def spilled() -> frozenset[Variant]:
-    """Returns the kernels that must not run, because they spill registers, as far as this process has compiled them."""
+    """Returns the kernels that spill registers and must not run, of those that this process has met."""
     return frozenset(_spilled)
 
 
@@ -194,23 +194,23 @@ def _load(variant: Variant, ordinal: int) -> Any:
 
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
         module = Module()
-        # why not RawModule: it takes a path, and what that leads to may have changed since it was validated.
+        # RawModule takes a path, and its file may have changed since it was validated.
         module.load(cubin(variant))
         kernel = module.get_function(variant.name)
-        # why for all: 48 KiB in all are free, of which the kernel may have taken some bytes itself.
+        # Set for every kernel: the default of 48 KiB includes the kernel's static shared memory.
         most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(kernel.ptr, most, variant.smem_bytes)
         _modules.append(module)
         return kernel
 
 
-# why a list: CuPy unloads a module with its Python object, but a captured graph may outlive all other references to it.
+# CuPy unloads a module with its Python object, but a captured graph may outlive all other references to it.
 _modules: list[Any] = []
 
 
 @cache
 def _supported_arch(arch: str) -> str:
-    """Returns `arch`, or if NVRTC does not know it the newest one that it knows and whose code runs there."""
+    """Returns `arch`, or if NVRTC lacks it, the newest supported one whose code runs there."""
     nvrtc_version()
     from cupy.cuda import nvrtc
 
@@ -228,7 +228,7 @@ def _supported_arch(arch: str) -> str:
 
 
 def _file_name(variant: Variant) -> str:
-    """Returns the name of the variant's file, which has a digest of all that its code depends on."""
+    """Returns the variant's file name, with a digest of everything that its code depends on."""
     return f"{variant.name}.{_supported_arch(variant.arch)}.{_digest(variant)}.cubin"
 
 

@@ -1,6 +1,6 @@
 """Calls on arrays in host memory: validated like all others, run by the NumPy reference, in the caller's library.
 
-Those on PyTorch's device meta, which has no memory, are validated and return results of the right shapes.
+Calls on PyTorch's device meta, which has no memory, are validated and return results of the right shapes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(op: Op, library: Library, arrays: tuple[Any, ...], options: Options) -> 
                 if view is not None and name != other and (overlaps := overlap(target, view)) is not False:
                     raise overlap_error(name, other, overlaps is None)
     for number, view in enumerate(views[:inputs]):
-        # why: a dtype of another byte order equals none of NumPy's own, and NumPy's results are in the machine's order
+        # A dtype in another byte order equals no dtype of NumPy, whose results are in the machine's order.
         if view is not None and not view.dtype.isnative and number not in op.written:
             views[number] = view.astype(view.dtype.newbyteorder("="))
     results = zip_longest(compute(problem, views[:inputs], views[inputs:]), arrays[inputs:])
@@ -51,11 +51,11 @@ def run(op: Op, library: Library, arrays: tuple[Any, ...], options: Options) -> 
 
 
 def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Array | None] = ()) -> list[Array]:
-    """Returns the results of a problem, in the caller's rank, of inputs in that rank; writes them to `outs`, too."""
+    """Computes a problem on inputs in the caller's rank; returns results in that rank and writes them to `outs`."""
     named = views_of(problem, arrays)
     check_integers(problem, named)
     results: Sequence[Array]
-    # why: rows of it that no sequence uses keep what they hold.
+    # The output given by the caller, whose rows outside all sequences keep their values.
     target = None if problem.seqlen_info is None or problem.seqlen_info.zero_unused_rows else outs[0]
     out = None if target is None else as_4d(target)
     if problem.op.mod_spec is not None:
@@ -72,7 +72,7 @@ def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Arr
 
 
 def _writable(library: Library, name: str, array: Any, otherwise: str = "") -> Array:
-    """Returns an array that is written to, as NumPy sees its memory. otherwise: what the caller may do instead."""
+    """Returns a NumPy view of an array to write to. otherwise: an alternative for error texts."""
     library.check_writable(name, array, otherwise)
     target = library.to_numpy(array)
     if not target.flags.writeable:

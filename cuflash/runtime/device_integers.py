@@ -1,4 +1,4 @@
-"""Checks of integers on a GPU, which the host reads for that alone (`check=True`)."""
+"""Checks of integer arrays on a GPU, which the host reads only with `check=True`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .driver import is_capturing
 
 
 def check_on_device(op: Op, operands: tuple[Any, ...], options: OptionsKey, check: Any) -> None:
-    """Validates lengths and places of a call on GPU arrays if `check` is True: the caller's stream is waited for.
+    """Validates lengths and indices of a call on GPU arrays if `check` is True, after waiting for the caller's stream.
 
-    Those of calls on host arrays are checked as the call runs.
+    Calls on host arrays check their own as they run.
     """
     if not check_flag("check", check):
         return

@@ -1,11 +1,10 @@
 """The cache of kernels on disk.
 
-A cubin is found by a digest of its variant, the options, the NVRTC version and the content of every file it includes,
-so an edited header leads to a new cubin. It ends with the SHA-256 of its name and itself, so a file that was truncated,
-altered or renamed is noticed and rebuilt. That digest is no signature: whoever may write to the folder may forge it,
-which is why only files and folders of this user and of root are read. Files are written under a temporary name and
-renamed, so any number of processes may share the folder. A validated file is returned as bytes, not as a path: whoever
-swaps the file afterwards changes nothing.
+A file's name has a digest of its variant, the options, the NVRTC version and the content of every included file. So an
+edited header leads to a new cubin. The file ends with the SHA-256 of its name and content, so a truncated, altered or
+renamed file is rebuilt. This hash is no signature, as anyone with write access could forge it: only files and folders
+of this user and of root are read. Files are written under a temporary name and renamed, so any number of processes may
+share the folder. A validated file is returned as bytes, not as a path, so a later swap of the file changes nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from .file_lock import alone
 
 CUBINS = "*.cubin"
 DIGEST_BYTES = 32
-MOST_BYTES = 2**26  # of a file that is read, as it goes into memory whole: the largest kernels take half a megabyte
-PROBE_BYTES = 2**19  # that are written to see whether there is room: as many as the largest kernels take
-# For another process that compiles the same kernel: longer than any takes. why half: a thread that waited in vain then
-# compiles it in the same section.
+MOST_BYTES = 2**26  # limit of a file, which is read whole: the largest kernels take half a megabyte
+PROBE_BYTES = 2**19  # written to test for free space: the size of the largest kernels
+# Limit of waiting for another process to compile a kernel: longer than any kernel takes. Half a section, as a thread
+# that waited in vain compiles the kernel in the same section.
 WAIT_SECONDS = MOST_SECONDS / 2
-# Temporary files that are older are of processes that were killed. why so long: clocks of machines differ. why more
-# than a section: the lock of a kernel that is being compiled is such a file.
+# Age from which temporary files count as left by killed processes. The day allows for clocks that differ between
+# machines. The section is added because the lock of a kernel that is being compiled is such a file.
 STALE_SECONDS = MOST_SECONDS + 24 * 3600.0
 ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _WAY_OUT = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"
-# Where no cache can be used: files by name that this process has compiled, or its parent before a fork, to MOST_BYTES.
+# Files by name, up to MOST_BYTES, that this process (or its parent before a fork) compiled but could not cache.
 _in_process: dict[str, bytes] = {}
 
 
@@ -64,21 +63,21 @@ def contents() -> tuple[Path, list[int]]:
     sizes = []
     try:
         for path in sorted(folder.iterdir()):
-            with suppress(OSError):  # why: another process may have removed it
+            with suppress(OSError):  # another process may have removed it
                 status = path.stat()
                 if path.match(CUBINS) and stat.S_ISREG(status.st_mode):
                     sizes.append(status.st_size)
     except FileNotFoundError:
-        pass  # why: it is made for the first kernel
+        pass  # the folder is created for the first kernel
     except OSError as error:
         raise _unusable(folder, error) from error
     return folder, sizes
 
 
 def check_writable() -> None:
-    """Raises UnsupportedError if no kernel can be added to the folder, or it cannot be made.
+    """Raises UnsupportedError if no kernel can be added to the folder, or it cannot be created.
 
-    A folder that is not there is made for that, and removed.
+    A missing folder is created for the test, and removed.
     """
     folder = _trusted_dir()
     if os.path.lexists(folder):
@@ -90,10 +89,10 @@ def check_writable() -> None:
         reason = f"{parent} cannot be written" if parent else "no folder above it is there"
         raise _unusable(folder, OSError(errno.EACCES, reason), "made")
     try:
-        writable_dir()  # why tried too: by rights root may write anywhere, even in /proc, and a disk may be full
+        writable_dir()  # os.access is not enough: it lets root write anywhere, even in /proc or on a full disk
     finally:
         for each in missing:
-            with suppress(OSError):  # why: another process may have begun to use it
+            with suppress(OSError):  # another process may have begun to use it
                 each.rmdir()
 
 
@@ -102,7 +101,7 @@ def find_in_cache(name: str) -> bytes | None:
     try:
         path = _trusted_dir() / name
     except UnsupportedError:
-        return None  # why no warning: it comes, with the reason, when the kernel is written
+        return None  # `keep` warns, with the reason, when the kernel is written
     return read(path)
 
 
@@ -114,20 +113,20 @@ def find(name: str) -> bytes | None:
 
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
-    """Waits until no other process is inside for the same file of the cache. Then it is to be looked for once more."""
+    """Waits until no other process compiles the same file. The caller then searches the cache once more."""
     try:
         folder = _create_dir()
     except UnsupportedError:
-        yield  # why no warning: as in `find_in_cache`
+        yield  # `keep` warns when the kernel is written
         return
-    with alone(folder / f"{name}.lock.tmp", WAIT_SECONDS):  # why .tmp: what killed processes leave is then removed
+    with alone(folder / f"{name}.lock.tmp", WAIT_SECONDS):  # .tmp: stale ones of killed processes are removed
         yield
 
 
 def keep(name: str, content: bytes) -> None:
     """Writes a file to the cache; where that is impossible, warns, and keeps its contents in this process.
 
-    why no temporary folder instead: there may be none, and processes that are killed would leave theirs behind.
+    A temporary folder would not do: there may be none, and killed processes would leave theirs behind.
     """
     try:
         _write_to_cache(name, content)
@@ -139,20 +138,20 @@ def keep(name: str, content: bytes) -> None:
 
 
 def writable_dir() -> Path:
-    """Returns the folder of cubins, which can be written; raises UnsupportedError at once if it cannot."""
+    """Returns the folder of cubins after a test write; raises UnsupportedError if it cannot be written."""
     folder = _create_dir()
     _probe(folder)
     return folder
 
 
 def read(path: Path) -> bytes | None:
-    """Returns the contents of a file that this user or root wrote; None if it is not there whole and unaltered."""
+    """Returns the contents of a file that this user or root wrote; None if it is missing, truncated or altered."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or _distrust(status) or status.st_size > MOST_BYTES:
                 return None
-            data = file.read(status.st_size)  # why no more: it may grow meanwhile
+            data = file.read(status.st_size)  # bounded, as the file may grow meanwhile
     except OSError:
         return None
     content, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
@@ -160,10 +159,10 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes a file in one step: a reader sees all of it or nothing."""
+    """Writes a file atomically: a reader gets all of it or nothing."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        # why others may read: a cache that root made for all, when an image was built, has to serve them
+        # Readable for all: a cache that root filled while building an image has to serve its users.
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             file.write(content + _digest(path, content))
         os.replace(temporary, path)
@@ -174,7 +173,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def _create_dir() -> Path:
-    """Returns the folder of cubins, which now exists."""
+    """Creates the folder of cubins if it is missing, and returns it."""
     folder = cache_dir()
     try:
         folder.mkdir(mode=0o755 if _user() == ROOT else 0o700, parents=True, exist_ok=True)
@@ -194,7 +193,7 @@ def _write_to_cache(name: str, content: bytes) -> None:
 
 def _probe(folder: Path) -> None:
     """Raises UnsupportedError if no kernel can be written to the folder."""
-    probe = folder / f"probe.cubin.{secrets.token_hex(8)}.tmp"  # why so called: if left behind, it is removed as others
+    probe = folder / f"probe.cubin.{secrets.token_hex(8)}.tmp"  # a name that _remove_stale_files matches
     try:
         probe.write_bytes(bytes(PROBE_BYTES))
     except OSError as error:
@@ -205,12 +204,12 @@ def _probe(folder: Path) -> None:
 
 
 def _digest(path: Path, content: bytes) -> bytes:
-    """Returns the end of a file. Its name has the variant and the digest of all that its code depends on."""
+    """Returns the hash at the end of a file. The file's name has the variant and a digest of its sources."""
     return hashlib.sha256(path.name.encode() + b"\0" + content).digest()
 
 
 def _open_at_once(name: str, flags: int) -> int:
-    """Opens a file without waiting, as to open a FIFO would wait for its writer."""
+    """Opens a file without blocking: opening a FIFO would wait for its writer."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -226,7 +225,7 @@ def _trusted_dir() -> Path:
     except OSError as error:
         raise _unusable(folder, error) from error
     if reason := _distrust(status):
-        # why not for a sticky folder: it is meant for all users, as /tmp is.
+        # chmod is no advice for a sticky folder, which is meant for all users, as /tmp is.
         may_change = status.st_uid == _user() and not status.st_mode & stat.S_ISVTX
         chmod = "run chmod go-w on it, or " if may_change else ""
         raise UnsupportedError(f"the kernel cache {folder} is not trusted: {reason}; {chmod}{_WAY_OUT}")
@@ -234,10 +233,10 @@ def _trusted_dir() -> Path:
 
 
 def _distrust(status: os.stat_result) -> str:
-    """Returns why others may have written a file or a folder; empty if this user or root wrote it."""
+    """Returns the reason to distrust a file or folder, as others may have written it; empty if there is none."""
     user = _user()
     if user is None:
-        return ""  # why: Windows protects the folders of a user by lists of its own, which the mode does not show
+        return ""  # Windows protects a user's folders by access lists, which the mode does not show
     if status.st_uid not in (user, ROOT):
         return f"it belongs to user {status.st_uid}, neither to this user ({user}) nor to root"
     return "others than its owner may write to it" if status.st_mode & _OTHERS_WRITE else ""
@@ -254,7 +253,7 @@ def _unusable(folder: Path, error: OSError, verb: str = "used") -> UnsupportedEr
 
 @cache
 def _remove_stale_files(folder: Path) -> None:
-    """Removes, once in a process, temporary files of processes that were killed while they wrote."""
+    """Removes, once in a process, temporary files of processes that were killed while writing."""
     with suppress(OSError):
         for path in folder.glob(f"{CUBINS}*.tmp"):
             with suppress(OSError):
@@ -265,5 +264,5 @@ def _remove_stale_files(folder: Path) -> None:
 
 @cache
 def _warn(problem: str) -> None:
-    """Warns once that kernels are not cached, and says why."""
+    """Warns once that kernels are not cached, with the reason."""
     warnings.warn(f"{problem}. Until then, kernels are compiled anew in every process", RuntimeWarning, stacklevel=2)

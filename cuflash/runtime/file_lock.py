@@ -1,7 +1,6 @@
-"""Locks between processes, by `flock`: the system releases those of a process that ends, however it ends.
+"""Locks between processes by `flock`, which the system releases when a process ends, even if it is killed.
 
-why no package: those that there are lock by the mere presence of a file where there is no `flock`, and a process that
-is killed leaves that file behind.
+No package is used: without `flock`, they lock by the presence of a file, which a killed process leaves behind.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PAUSE = 0.02  # seconds until a process that waits looks again
+PAUSE = 0.02  # seconds between attempts to take the lock
 
 if sys.platform == "win32":
 
     @contextmanager
     def alone(path: Path, seconds: float) -> Iterator[None]:
-        """Waits for nothing."""
+        """Does nothing, as Windows has no `flock`."""
         yield
 
 else:
@@ -27,9 +26,9 @@ else:
 
     @contextmanager
     def alone(path: Path, seconds: float) -> Iterator[None]:
-        """Waits, but no longer than so many seconds, until no other process is inside with the same path.
+        """Waits, at most so many seconds, until no other process is inside with the same path.
 
-        The file is made for that, and removed. Where there can be no such file, or no lock, nothing is waited for.
+        The file is created for the lock, and removed. Where neither file nor lock is possible, there is no wait.
         """
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -40,11 +39,11 @@ else:
             _wait(handle, seconds)
             yield
         finally:
-            # why removed although others may wait for it: who comes later, and waits for nobody, finds what was made.
+            # Removed although others may wait for it: a later process does not wait, and finds the finished work.
             with suppress(OSError):
                 path.unlink()
             with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # why: a child by fork may have a copy of the handle
+                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked child may hold the handle, too
             os.close(handle)
 
     def _wait(handle: int, seconds: float) -> None:

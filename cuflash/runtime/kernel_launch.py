@@ -1,4 +1,4 @@
-"""Launches of a kernel: as CuPy does it, or early, before the kernels ahead of it on the stream have ended."""
+"""Launches of a kernel: through CuPy, or early, before the kernels ahead of it on the stream have ended."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Stream(NamedTuple):
     ptr: int
 
 
-_stream = lru_cache(Stream)  # why: to make one takes longer than to find it
+_stream = lru_cache(Stream)  # a lookup is faster than a new object
 
 
 class PlainLaunch:
-    """Launches a kernel that begins once those ahead of it on the stream have ended."""
+    """A launch of a kernel that begins once those ahead of it on the stream have ended."""
 
     __slots__ = ("_kernel", "_shape")
 
@@ -48,16 +48,16 @@ EARLY_DRIVER = 12040  # the first driver whose graphs take such launches from ev
 
 @cache
 def launches_early() -> bool:
-    """Returns True where the driver lets a kernel begin before the one ahead of it has ended."""
+    """Returns True if the driver can start a kernel before the one ahead of it has ended."""
     version = ctypes.c_int(0)
     failed = function("cuDriverGetVersion", ctypes.c_void_p)(ctypes.addressof(version))
     return not failed and version.value >= EARLY_DRIVER
 
 
 class EarlyLaunch:
-    """Launches a kernel that waits by itself for the kernels ahead of it (`griddepcontrol.wait`).
+    """A launch of a kernel that waits by itself for the kernels ahead of it (`griddepcontrol.wait`).
 
-    Its blocks begin while those of the kernel ahead of it end. It is for one thread at a time.
+    Its blocks begin while the blocks of the kernel ahead of it end. It is for one thread at a time.
     """
 
     __slots__ = ("_function", "_latest", "_launch", "_shape")
@@ -69,7 +69,7 @@ class EarlyLaunch:
 
     def __call__(self, buffer: ParamBuffer, stream: int) -> None:
         """Launches on the stream of this address."""
-        latest = self._latest  # why read once: a finalizer may launch in between
+        latest = self._latest  # read once, as a finalizer may launch in between
         if latest[0] != stream:
             latest = self._latest = stream, _CONFIG.pack(*self._shape, stream, ctypes.addressof(_EARLY), 1)
         if result := self._launch(latest[1], self._function, buffer.pointers, None):

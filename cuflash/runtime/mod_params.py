@@ -1,4 +1,4 @@
-"""Parameters of mods: `ModParams` in kernels_cu/common/params.cuh, behind a struct."""
+"""Parameters of mods, behind a kernel's struct: `ModParams` in kernels_cu/common/params.cuh."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..problem.dropout import share_kept
 from ..problem.problem import Problem
 from .device_memory import zero
 
-# Strides of the mask tiles from batch to batch and from head to head; mask tiles of a row, whether sinks are float32,
-# how many of 2^16 weights are kept, and what these are multiplied by.
+# Strides of the mask tiles by batch and by head, mask tiles of a row, 1 if sinks are float32, weights kept of 2^16, and
+# their factor.
 _NUMBERS = struct.Struct("=2q3if8x")
 
 
 class ModPlaces(NamedTuple):
-    """The words of the pointers of operands, by number, and of parts of the workspace, by name."""
+    """Word offsets of operand pointers (by index) and workspace pointers (by name)."""
 
     plain: list[tuple[int, int]]
     workspace: list[tuple[str, int]]
 
 
 def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlaces:
-    """Writes all but pointers of operands, from a word of 8 bytes on."""
+    """Writes all but pointers, from a word of 8 bytes on, and returns the words of the pointers."""
     mod_spec, index, word = problem.op.mod_spec, problem.op.index, first_word
     assert mod_spec is not None
     places = ModPlaces([], [])
@@ -32,7 +32,7 @@ def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlace
     for each in mod_spec.arrays:
         spec = problem.specs[index[each.name]]
         assert spec is not None
-        if 0 in spec.shape:  # why: a load from it gives zero, and reads something
+        if 0 in spec.shape:  # a load from it gives zero, but needs a valid address
             words[word] = zero(problem.ordinal or 0)
         else:
             places.plain.append((index[each.name], word))

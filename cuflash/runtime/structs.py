@@ -1,9 +1,8 @@
-"""The structs of `kernels_cu/common/params.cuh`, field by field in their order, and one of them filled in memory.
+"""The structs of `kernels_cu/common/params.cuh`, field by field in their order, and buffers that hold one.
 
-Fields are filled by name: an `Operand`, a plain pointer or a tensor map (`x_map`) takes the operand or the part of the
-workspace of its name, `problem` is the problem's, everything else comes with the launch. `LoadedPlan` sets `counter`
-and `arrivals`. A test compares the offset of
-every field with that of the CUDA struct.
+Fields are filled by name. An `Operand`, a plain pointer or a tensor map (`x_map`) takes the operand or the part of the
+workspace of its name. `problem` comes from the problem, `counter` and `arrivals` from `LoadedPlan`, all others from the
+launch. A test compares the offset of every field with the CUDA struct's.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..problem.seqlen_info import PADDED_SLOT
 from .mod_params import mod_params
 from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover, refusal
 
-FREE_BYTES = 2**16  # of buffers of one size that wait to be packed again: for more launches at once than threads make
+FREE_BYTES = 2**16  # of free buffers of one size: more than threads use at once
 Fields = list[tuple[str, Any]]
 
 
@@ -39,7 +38,7 @@ def _pointers(names: str) -> Fields:
 
 
 class Map(Structure):
-    """`TensorMap`: what the CUDA driver encodes."""
+    """`TensorMap`: a TMA descriptor, encoded by the CUDA driver."""
 
     _fields_: ClassVar[Fields] = [("words", c_uint64 * (MAP_BYTES // 8))]
 
@@ -65,13 +64,13 @@ def _operands(names: str) -> Fields:
 
 
 class ScoreParams(Structure):
-    """`ScoreConstants` of the options."""
+    """The `ScoreConstants` of the options."""
 
     _fields_: ClassVar[Fields] = [(name, c_float) for name in ScoreConstants._fields]
 
 
 class ProblemParams(Structure):
-    """The problem, as every attention kernel reads it."""
+    """The problem, in the form that every attention kernel reads."""
 
     _fields_: ClassVar[Fields] = [
         *_ints("batch seqlen_q seqlen_k heads_q heads_per_kv head_dim head_dim_v mask_lo mask_hi"),
@@ -214,9 +213,9 @@ STRUCTS: dict[str, type[Structure]] = {
 
 @cache
 def size_of(name: str, mod_words: int = 0) -> int:
-    """Returns the bytes of a struct as C++ has it: with tensor maps it is aligned as they are.
+    """Returns the bytes of a struct in C++, which aligns one with tensor maps as it aligns them.
 
-    mod_words: words of 8 bytes behind it, of mods (runtime/mod_params.py).
+    mod_words: words of 8 bytes behind the struct, for mods (runtime/mod_params.py).
     """
     size, step = ctypes.sizeof(STRUCTS[name]), ALIGNMENT if _STRUCTS[name][0][1] is Map else 8
     whole = -(-size // step) * step + 8 * mod_words
@@ -224,12 +223,12 @@ def size_of(name: str, mod_words: int = 0) -> int:
 
 
 class Places(NamedTuple):
-    """The words of 8 bytes of a struct that depend on pointers, and the number of the op's operand for each."""
+    """Word offsets (8 bytes) in a struct that depend on pointers, with the index of the op's operand for each."""
 
-    plain: list[tuple[int, int]]  # number of the operand, word
+    plain: list[tuple[int, int]]  # index of the operand, word
     operands: list[tuple[int, int]]
-    maps: list[tuple[int, slice, str]]  # number, bytes, and the name
-    workspace: list[tuple[str, int]]  # name of the part, word
+    maps: list[tuple[int, slice, str]]  # index of the operand, bytes, and the name
+    workspace: list[tuple[str, int]]  # name of the workspace's part, word
 
 
 @lru_cache(maxsize=64)
@@ -253,7 +252,7 @@ def _places(name: str, op: Op, aliases: tuple[tuple[str, str], ...] = ()) -> Pla
 
 
 def _members(struct: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Yields (field, kind, offset in bytes) of a struct, with those of `ProblemParams` in it."""
+    """Yields (field, kind, offset in bytes) of a struct's fields, including fields of a `ProblemParams` in it."""
     for field, kind in struct._fields_:  # type: ignore[misc]
         offset = begin + getattr(struct, field).offset
         yield field, kind, offset
@@ -263,7 +262,7 @@ def _members(struct: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any
 
 @cache
 def _numbers(name: str) -> dict[str, tuple[bool, int]]:
-    """Returns whether each number of a struct has 64 bits, not 32, and its word of that width; `x[i]` of an array."""
+    """Returns (True for 64 bits, False for 32; offset in words of that width) by name of a number; arrays as `x[i]`."""
     sizes: dict[Any, int] = {c_int32: 4, c_int64: 8}
     places = {}
     for field, kind in _STRUCTS[name]:
@@ -276,10 +275,10 @@ def _numbers(name: str) -> dict[str, tuple[bool, int]]:
 
 
 class ParamBuffer:
-    """Memory for a struct that stays where it is.
+    """Memory for a struct, at a fixed address.
 
-    `arguments` holds the address as CuPy's launches take it. `pointers` is the `void**` that `cuLaunchKernel` takes.
-    `free_list` takes a buffer that is not cached once its launches have returned: the driver has copied it then.
+    `arguments` holds the address for CuPy's launches, `pointers` the `void**` for `cuLaunchKernel`. A buffer that is
+    not cached goes to `free_list` once its launches have returned, as the driver has then copied it.
     """
 
     __slots__ = ("_owner", "_pointers", "address", "arguments", "free_list", "ints", "memory", "pointers", "words")
@@ -306,7 +305,7 @@ class ParamBuffer:
 
 
 class ParamTemplate:
-    """The struct of a launch, all but its pointers."""
+    """The struct of a launch without its pointers."""
 
     __slots__ = ("_free_list", "_maps", "_move", "_operands", "_packed", "_plain", "_workspace", "name", "size")
 
@@ -316,7 +315,7 @@ class ParamTemplate:
         self.size = size_of(name, 0 if mod_code is None else mod_code.words)
         self._free_list = ParamBuffer.free_list_of(self.size)
         packed = self._packed = bytearray(self.size)
-        # why not through the ctypes structs: numbers are written five times as fast as their fields are set.
+        # Written through a memoryview, five times as fast as setting fields of the ctypes struct.
         words, ints, numbers = memoryview(packed).cast("q"), memoryview(packed).cast("i"), _numbers(name)
         for field, value in launch.fields.items():
             wide, position = numbers[field]
@@ -327,16 +326,16 @@ class ParamTemplate:
         if mod_code is not None:
             more = mod_params(problem, packed, size_of(name) // 8)
             self._plain, parts = self._plain + more.plain, parts + more.workspace
-        # why tuples: those of numbers alone are not walked by Python's collector, and a process keeps thousands.
+        # Tuples, as a process keeps thousands and Python's collector does not walk tuples of numbers.
         self._workspace = tuple([(word, workspace[part].begin) for part, word in parts if part in workspace])
         specs, tma_boxes = problem.specs_4d, launch.tma_boxes
         operands = [(number, word) for number, word in operands if specs[number] is not None]
         for number, word in operands:
             words[word + 1], words[word + 2], words[word + 3] = specs[number].strides[:3]
-        # Number, word, and the bits of an address that must be 0 for 16-byte accesses; -1 where none is aligned.
+        # Index, word, and the address bits that must be 0 for 16-byte accesses; -1 where no row is aligned.
         self._operands = tuple([(n, word, 15 if specs[n].has_aligned_rows else -1) for n, word in operands])
         self._move: Any = mover() if maps else None
-        places = []  # number, byte, bytes from the operand's first row to the map's
+        places = []  # index, byte offset in the struct, bytes from the operand's first row to the map's
         for number, span, operand in maps:
             spec, box = specs[number], tma_boxes[operand]
             packed[span] = encoded(spec, box)
@@ -344,7 +343,7 @@ class ParamTemplate:
         self._maps = tuple(places)
 
     def pack(self, pointers: tuple[int, ...]) -> ParamBuffer:
-        """Returns the struct with the pointers of the op's operands, 0 for one that is not there, and the workspace."""
+        """Returns the struct with the pointers of the op's operands (0 for an absent one) and of the workspace."""
         try:
             buffer = self._free_list.pop()
         except IndexError:
@@ -387,7 +386,7 @@ def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:
     if (varlen := problem.seqlen_info) is not None:
         table = problem.specs[problem.op.index["page_table"]] if "page_table" in problem.op.index else None
         stride = 0 if table is None else table.strides[0]
-        # why cut: forward has no use for it, and backward has refused more.
+        # Cut to int32: forward does not use it, and backward has refused larger ones.
         padded = (min(varlen.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT, 2**31 - 1) for side in "qk")
         values = varlen.rows_q, varlen.rows_k, varlen.batch_k, *varlen.bounds, varlen.zero_unused_rows, *padded, 0
         _PACKED_LENGTHS.pack_into(packed, offset + _LENGTHS_OFFSET, stride, *values)

@@ -1,4 +1,4 @@
-"""TMA descriptors: a 4-D operand as the copy engine (TMA) reads it, encoded by the CUDA driver."""
+"""TMA descriptors of 4-D operands, encoded by the CUDA driver for the copy engine (TMA)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _GEOMETRY = struct.Struct("<5Q4Q5I5I")
 _STEPS, _BOX, _ELEMENT_STEPS = (struct.calcsize(before) for before in ("<5Q", "<5Q4Q", "<5Q4Q5I"))
 _ONES = 1, 1, 1, 1, 1, 1, 1, 1
 _Memory = ctypes.c_char * (2 * MAP_BYTES + _GEOMETRY.size)
-_SOMEWHERE = 2**12  # an address for the time being
+_SOMEWHERE = 2**12  # a placeholder address
 
 
-@lru_cache(maxsize=1024)  # why: in decoding only the cache's length is new, and k and v have one geometry
+@lru_cache(maxsize=1024)  # in decoding only the cache's length changes, and k and v have one geometry
 def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
-    """Returns the descriptor, without an address, of a 4-D array whose rows `begin … end - 1` are moved.
+    """Returns the descriptor, without an address, of rows `begin … end - 1` of a 4-D array.
 
     Outside of these rows, reads give zeros and writes go nowhere. A varlen box has the axes of `VarlenMapRows`, and its
     descriptor begins as many rows before the operand as the operand has.
@@ -38,7 +38,7 @@ def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
     (batch, _, heads, dim), (outer, _, inner, _) = spec.shape, spec.strides
     size, seqlen = spec.itemsize, box.end - box.begin
     step = _row_bytes(spec, box)
-    # why 16: of a dimension of length 1 no stride is used, but the driver checks all.
+    # 16 stands for the unused stride of a dimension of length 1, as the driver checks all strides.
     lengths, steps = [dim, seqlen, heads, batch], [step, size * inner if heads > 1 else 16, size * outer]
     if box.varlen:
         lengths.insert(3, seqlen + 1)
@@ -47,7 +47,7 @@ def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
         steps[-1] = 16
     rank = len(lengths)
     unused = [0] * (5 - rank)
-    # why one piece of memory: to make an array for each argument takes six times as long.
+    # All arguments share one buffer: an array for each takes six times as long.
     memory = _Memory()
     to = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
     begin, address = to - ctypes.addressof(memory), to + MAP_BYTES
@@ -73,23 +73,23 @@ def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
 
 
 def refusal(result: int, what: str) -> Exception:
-    """Returns the error of a descriptor: of its own, or an older one, which each call of the driver reports again."""
+    """Returns the error of a refused descriptor, or an older error, which each driver call reports again."""
     what = f"the driver refuses {what}"
     return UnsupportedError(what) if result == INVALID_VALUE else failure(result, what)
 
 
 def _row_bytes(spec: ArraySpec, box: TmaBox) -> int:
-    """Returns the bytes from row to row in the descriptor."""
+    """Returns the row stride of the descriptor in bytes."""
     return spec.strides[1] * spec.itemsize if box.end - box.begin > 1 else 16
 
 
 def first_byte(spec: ArraySpec, box: TmaBox) -> int:
-    """Returns where the descriptor begins, in bytes from the operand's first element."""
+    """Returns the begin of the descriptor, in bytes from the operand's first element."""
     if box.varlen:
         return -box.end * _row_bytes(spec, box)
     return box.begin and box.begin * spec.strides[1] * spec.itemsize
 
 
 def mover() -> Function:
-    """Returns a function of (address of a descriptor, a multiple of 64; pointer of its first row) that moves it."""
+    """Returns a function of (descriptor, at a multiple of 64; pointer of its first row) that sets its address."""
     return function("cuTensorMapReplaceAddress", ctypes.c_void_p, ctypes.c_void_p)

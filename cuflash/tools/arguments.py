@@ -1,4 +1,4 @@
-"""Values of options of commands, judged before anything is done."""
+"""Parsers of command-line options, which check values before a command starts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-_REFUSALS = OSError, ValueError  # what a file system raises, and what Python does for a name that holds a zero byte
+_REFUSALS = OSError, ValueError  # raised by file systems, and by Python for a name with a zero byte
 
 
 def names(choices: Iterable[str], text: str) -> tuple[str, ...]:
-    """Known names such as "flash2,flashd"."""
+    """Parses names from `choices`, such as "flash2,flashd"."""
     parts = tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in parts if name not in choices]:
         raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: give some of {', '.join(choices)}")
@@ -19,7 +19,7 @@ def names(choices: Iterable[str], text: str) -> tuple[str, ...]:
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Numbers such as "64,128" or "1k,16k", where k is 1024."""
+    """Parses numbers such as "64,128" or "1k,16k", where k is 1024."""
     try:
         numbers = tuple(int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in text.split(","))
     except ValueError:
@@ -30,7 +30,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def count(text: str, least: int = 1) -> int:
-    """A whole number from `least` on."""
+    """Parses a whole number of at least `least`."""
     if not text.isdecimal() or int(text) < least:
         accepted = "above 0" if least == 1 else f"from {least} on"
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number {accepted}")
@@ -38,7 +38,7 @@ def count(text: str, least: int = 1) -> int:
 
 
 def existing(text: str) -> Path:
-    """A file that is there."""
+    """Parses the path of an existing file."""
     path, reason = Path(text), ""
     try:
         if path.is_file():
@@ -49,7 +49,7 @@ def existing(text: str) -> Path:
 
 
 def folder(text: str) -> Path:
-    """A folder that can be written to, which is created if it is not there."""
+    """Parses the path of a writable folder, and creates a missing one."""
     path = Path(text)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def _reason(error: Exception) -> str:
 
 
 def output(text: str) -> Path:
-    """A file that can be written."""
+    """Parses the path of a file that can be written."""
     path = Path(text)
     try:
         target = path.resolve()
@@ -72,7 +72,7 @@ def output(text: str) -> Path:
             raise argparse.ArgumentTypeError(f"{text!r} is a folder: give the name of a file")
         if not target.parent.is_dir():
             raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {target.parent}")
-        # why tried, and not by its rights: a file system may refuse all the same. Pipes and devices are left alone.
+        # Opened, as a file system may refuse in spite of the file's mode. Pipes and devices are left alone.
         if target.is_file():
             target.open("ab").close()
         elif not target.exists():

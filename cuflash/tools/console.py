@@ -8,9 +8,9 @@ from rich import console
 
 
 class Console(console.Console):
-    """Rich's console, but a pipe that its reader has closed raises BrokenPipeError, as for `print`.
+    """Rich's console, but raising BrokenPipeError for a pipe that its reader has closed, as `print` does.
 
-    why: rich ends the process with exit code 1, which a benchmark has for a wrong output.
+    Rich would end the process with exit code 1, which stands for a wrong output of a benchmark.
     """
 
     def on_broken_pipe(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Tells what is installed: versions, GPUs and the kernel cache. A missing part is named; it is not an error."""
+"""Prints versions, GPUs and the kernel cache of this installation. A missing component is named and is no error."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..runtime.disk_cache import check_writable, contents
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command has no options."""
+    """Adds no options."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints all of it."""
+    """Prints the text of `text`; returns 0."""
     print(text())
     return 0
 
 
 def versions() -> dict[str, str]:
-    """Versions of cuflash and of everything installed that it runs on."""
+    """Returns the versions of cuflash and of the installed packages that it uses."""
     facts = {"cuflash": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
     if (cupy := _distribution("cupy")) is not None:
         facts["CuPy"] = cupy
@@ -44,7 +44,7 @@ def versions() -> dict[str, str]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, architecture, SMs and shared memory (bytes) of each GPU; "problem" for one that is too old."""
+    """Returns name, architecture, SMs and shared memory (bytes) of each GPU; "problem" for one that is too old."""
     facts: list[dict[str, Any]] = []
     for ordinal in range(device.count()):
         try:
@@ -58,19 +58,19 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """The versions, GPUs and platform that a benchmark was measured on."""
+    """Returns the versions, GPUs and platform, for the file of a benchmark."""
     return {"versions": versions(), "gpus": gpus(), "platform": f"{platform.system()} {platform.machine()}"}
 
 
 def line(machine: dict[str, Any]) -> str:
-    """The GPUs and versions of a machine in one line."""
+    """Returns the GPUs and versions of a machine in one line."""
     names = Counter(f"{gpu['name']} ({gpu['arch']}, {gpu['num_sms']} SMs)" for gpu in machine["gpus"] if "arch" in gpu)
     gpus = [name if count == 1 else f"{count} x {name}" for name, count in names.items()]
     return f"{'; '.join(gpus) or 'CPU'}: " + ", ".join(f"{name} {x}" for name, x in machine["versions"].items())
 
 
 def missing() -> list[str]:
-    """The reasons why this installation cannot run on a GPU; empty if it can."""
+    """Returns the reasons why this installation cannot run on a GPU; empty if it can."""
     try:
         compiler.nvrtc_version()
     except UnsupportedError as error:
@@ -83,7 +83,7 @@ def missing() -> list[str]:
 
 
 def cache() -> str:
-    """The contents of the kernel cache, and the reason if no kernel can be added or there is none."""
+    """Returns a summary of the kernel cache, with the reason if there is none or no kernel can be added."""
     try:
         folder, sizes = contents()
     except UnsupportedError as error:
@@ -97,7 +97,7 @@ def cache() -> str:
 
 
 def text() -> str:
-    """All of this as text for a person."""
+    """Returns versions, GPUs, sources and cache as lines of text."""
     lines = [f"{name:<9} {version}" for name, version in versions().items()]
     for ordinal, gpu in enumerate(gpus()):
         facts = gpu.get("problem") or (
@@ -115,17 +115,17 @@ def text() -> str:
 
 
 def _driver() -> int:
-    """The CUDA version the driver offers, such as 13000; 0 without a driver or CuPy."""
+    """Returns the CUDA version of the driver, such as 13000; 0 without a driver or CuPy."""
     try:
         from cupy.cuda import runtime
 
         return int(runtime.driverGetVersion())
-    except Exception:  # why: as in device.count(), CuPy raises its own error types
+    except Exception:  # CuPy raises error types of its own, as in device.count()
         return 0
 
 
 def _distribution(package: str) -> str | None:
-    """Version of an importable package by its metadata: importing torch or jax takes seconds."""
+    """Returns the version of an importable package from its metadata: importing torch or jax takes seconds."""
     if util.find_spec(package) is None:
         return None
     for name in (package, f"{package}-cuda13x", f"{package}-cuda12x"):

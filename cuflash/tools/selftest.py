@@ -1,7 +1,7 @@
-"""Calls of any kind that are drawn at random, on this machine's GPUs, each held against float64.
+"""Compares random calls of all kinds on this machine's GPUs with float64.
 
-All arrays lie between bytes that nothing may write, memory holds NaN until it is written, and calls are repeated bit
-for bit. Without a GPU it checks the NumPy path. It exits with 1 if a result is wrong.
+All arrays lie between guard bytes, new memory holds NaN, and repeated calls must be equal bit for bit. Without a GPU it
+checks the NumPy path. It exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from ..testing.varlen import Append, ModDense, ModVarlen, Several
 from . import arguments, info
 from .console import Console
 
-FAMILY = 8  # trials in a row that share what kernels depend on, because a new kernel compiles for seconds
+FAMILY = 8  # consecutive trials that share kernels, because a new kernel compiles for seconds
 MOST_FAILURES = 5
-# Each kind as often as it stands here.
+# Kinds are drawn with equal chances, so a repeated one is more frequent.
 KINDS = Dense, Dense, Dense, Several, Several, Several, ModDense, ModVarlen, Chosen, Counted, Append, Merge
 
 
 class Trial(Protocol):
-    """A call and its expected results. Its repr shows all of it."""
+    """A call and its expected results, all shown by its repr."""
 
     def run(self, xp: Any) -> None:
-        """Makes the call in this array library, and raises MismatchError if it is wrong."""
+        """Makes the call in this array library; raises MismatchError if a result is wrong."""
 
 
 class Cpu:
-    """The machine that trials run on: here, NumPy on the CPU."""
+    """A machine for trials: NumPy on the CPU."""
 
     def run(self, trial: Trial, draw: Draw) -> None:
         trial.run(np)
 
 
 class Gpus(Cpu):
-    """CuPy on any of the GPUs, on the default stream or another one, in guarded memory."""
+    """A machine for trials: CuPy on any of the GPUs, on the default stream or another one, in guarded memory."""
 
     def __init__(self) -> None:
         self._cupy = cupy_module()
@@ -77,23 +77,23 @@ class Gpus(Cpu):
 
 
 def trial_of(seed: int, number: int) -> tuple[Trial, Draw]:
-    """A trial of a run, and what is left to draw for it."""
+    """Draws a trial of a run; returns it and the generator for its further draws."""
     family, draw = Draw(seed, number // FAMILY), Draw(seed, number // FAMILY, number)
     kind = family.one_of(*KINDS)
     return kind.drawn(family, draw), draw
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     number = partial(arguments.count, least=0)
-    parser.add_argument("--minutes", type=_minutes, default=1.0, metavar="N", help="how long; default 1")
-    parser.add_argument("--seed", type=number, metavar="S", help="of the problems; by default a new one")
-    parser.add_argument("--problems", type=number, metavar="N", help="end after so many, too")
-    parser.add_argument("--only", type=number, metavar="N", help="only the problem of this number, with a traceback")
+    parser.add_argument("--minutes", type=_minutes, default=1.0, metavar="N", help="run time; default 1")
+    parser.add_argument("--seed", type=number, metavar="S", help="seed of the problems; default a random one")
+    parser.add_argument("--problems", type=number, metavar="N", help="end after N problems, or earlier by --minutes")
+    parser.add_argument("--only", type=number, metavar="N", help="run only problem N, with a traceback")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the self-test and prints what was wrong; returns 1 if anything was, or if nothing ran."""
+    """Runs the self-test and prints wrong results; returns 1 if there are any, or if nothing ran."""
     seed = int(np.random.SeedSequence().generate_state(1)[0] % 10**6) if options.seed is None else options.seed
     print(f"Self-test of seed {seed}. {info.line(info.machine())}", flush=True)
     if no_gpu := why_no_gpu():
@@ -125,7 +125,7 @@ def _run(machine: Cpu, seed: int, options: argparse.Namespace) -> int:
                 machine.run(trial, draw)
             except UnsupportedError:
                 refused += 1
-            except Exception as error:  # why: what a wrong kernel raises is no kind of error in particular
+            except Exception as error:  # a wrong kernel may raise errors of any type
                 failures += 1
                 console.print(_failure(trial, number, seed, error), markup=False, highlight=False, soft_wrap=True)
                 if failures == MOST_FAILURES:

@@ -1,9 +1,8 @@
-"""Compiles kernels into the cache on disk, so that no first call waits for the compiler.
+"""Compiles kernels into the cache on disk, so that first calls do not wait for the compiler.
 
-One kernel serves all masks, scales, lengths, numbers of heads and strides: they are passed to it when it runs, so no
-option names them. The options name what needs a kernel of its own. Arrays are assumed to be dense. Kernels for
-variable-length sequences, and those with mods, are left to the first such call. With
---device this needs no GPU, only NVRTC.
+One kernel serves all masks, scales, lengths, numbers of heads and strides, so no option names them. The options name
+features that need separate kernels. Arrays are assumed to be dense. Kernels for variable-length sequences and kernels
+with mods are compiled in the first such call. With --device this needs NVRTC, but no GPU.
 """
 
 from __future__ import annotations
@@ -36,42 +35,42 @@ from ..runtime.disk_cache import cache_dir, writable_dir
 from . import arguments
 
 OPS = ("forward", "lse", "backward", "merge", "append_kv")
-# Which kernel runs may depend on these: the dense calls of programs are among their combinations.
+# Sizes on which the choice of a kernel depends; their combinations cover the dense calls of programs.
 BATCHES, SEQLENS, HEADS = (1, 16, 128), (1, 128, 1024, 4096, 16384, 65536), ((2, 2), (16, 1), (32, 8))
 COMPILED, THERE, FAILED = "compiled", "there", "failed"
-SIGNAL_SECONDS = 1.0  # after which a wait looks for Ctrl-C
+SIGNAL_SECONDS = 1.0  # longest wait before a check for Ctrl-C
 HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
 
     def add_list(name: str, default: str, parse: Callable[[str], Any], more: str) -> None:
         parser.add_argument(name, type=parse, default=default, metavar="X,X", help=f"default {default}; {more}")
 
     add_list("--dtypes", "float16,bfloat16", partial(arguments.names, GPU_DTYPES), "also float32")
-    add_list("--head-dims", "64,128", _head_dims, "each of q, k and v, or of q and k and of v as in 192x128")
+    add_list("--head-dims", "64,128", _head_dims, "one for q, k and v, or one for q and k and one for v, as in 192x128")
     add_list("--ops", "forward,backward", partial(arguments.names, OPS), "also lse, merge, append_kv")
-    add_list("--algorithms", "flash2", partial(arguments.names, ALGORITHM_CODES), "also flash1, flashd; of forward")
-    parser.add_argument("--out-dtype", choices=["float32"], help="of out; default the dtype of the inputs")
-    parser.add_argument("--softcap", action="store_true", help="the kernels of capped scores, too, where they differ")
-    parser.add_argument("--deterministic", action="store_true", help="of backward: the deterministic kernels, too")
+    add_list("--algorithms", "flash2", partial(arguments.names, ALGORITHM_CODES), "also flash1, flashd; for forward")
+    parser.add_argument("--out-dtype", choices=["float32"], help="dtype of out; default the dtype of the inputs")
+    parser.add_argument("--softcap", action="store_true", help="also kernels with softcap, where they differ")
+    parser.add_argument("--deterministic", action="store_true", help="also the deterministic kernels of backward")
     parser.add_argument(
-        "--device", help=f"default every GPU of this machine; or cuda:0, or one of {', '.join(devices.DEVICES)}"
+        "--device", help=f"cuda:0, or one of {', '.join(devices.DEVICES)}; default every GPU of this machine"
     )
     cpus = os.cpu_count() or 1
-    parser.add_argument("--jobs", type=arguments.count, default=cpus, metavar="N", help="default one a CPU")
+    parser.add_argument("--jobs", type=arguments.count, default=cpus, metavar="N", help="threads; default one a CPU")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Compiles what is not cached yet; returns 1 if a kernel did not compile, or if the options have no kernel."""
-    compiler.nvrtc_version()  # raises and says what to install if NVRTC is missing
+    """Compiles the kernels that are not cached; returns 1 if one did not compile, or if the options have no kernel."""
+    compiler.nvrtc_version()  # raises an error with the package to install if NVRTC is missing
     chosen, problems = _devices(options.device)
     variants, skipped = _variants(options, chosen)
     for line in (*problems, *skipped):
         print(line, file=sys.stderr)
     missing = [variant for variant in variants if not _is_there(variant)]
-    # why before anything is compiled: the work would be lost
+    # Checked before compiling, as kernels that cannot be cached would be lost.
     folder = writable_dir() if missing else cache_dir()
     started = time.perf_counter()
     counts, errors = _compile_all(missing, options.jobs)
@@ -90,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _devices(name: str | None) -> tuple[list[Device], list[str]]:
-    """The GPUs to compile for, each kind once, and why other GPUs of this machine are left out."""
+    """Returns the GPUs to compile for, each kind once, and the reasons why others of this machine are left out."""
     if name is not None:
         return [devices.of_name(name)], []
     gpus: dict[Device, None] = {}
@@ -109,7 +108,7 @@ def _devices(name: str | None) -> tuple[list[Device], list[str]]:
 
 
 def _variants(options: argparse.Namespace, chosen: list[Device]) -> tuple[dict[Variant, None], dict[str, None]]:
-    """Every kernel that dense calls of these options launch, and a line for each combination that has none."""
+    """Returns all kernels that dense calls with these options launch, and a line for each combination without one."""
     variants: dict[Variant, None] = {}
     skipped: dict[str, None] = {}
     for device, dtype, head_dims, (op, more) in product(chosen, options.dtypes, options.head_dims, _calls(options)):
@@ -121,7 +120,7 @@ def _variants(options: argparse.Namespace, chosen: list[Device]) -> tuple[dict[V
 
 
 def _calls(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(op, keyword arguments) of each call to plan, without dtypes and head dims."""
+    """Yields (op, keyword arguments) of each call to plan, without dtypes and head dims."""
     for op, softcap in product(options.ops, (0.0, 1.0) if options.softcap else (0.0,)):
         more = {"softcap": softcap, "out_dtype": options.out_dtype}
         if op == "forward":
@@ -148,7 +147,7 @@ def _variants_of(
 
 
 def _dense(op: str, dtype: str, head_dims: tuple[int, int], more: dict[str, Any]) -> Iterator[Problem]:
-    """Calls of all sizes, without a mask and causal; of forward, also of few queries, for which keys are split."""
+    """Yields calls of all sizes, without a mask and causal; for forward also with few queries, which split keys."""
     out_dtype = more.get("out_dtype") or dtype
     for batch, seqlen, (heads_q, heads_kv), causal in product(BATCHES, SEQLENS, HEADS, (True, False)):
         few = product((1, 8), (0, 2)) if op == "forward" else ()
@@ -179,7 +178,7 @@ def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict
         try:
             pending = set(futures)
             while pending:
-                # why a limit: Ctrl-C that comes just as a wait without one begins is seen when the wait ends.
+                # Limited: Ctrl-C just as a wait begins takes effect only when the wait ends.
                 completed, pending = wait(pending, SIGNAL_SECONDS, FIRST_COMPLETED)
                 for done in completed:
                     outcome, text = done.result()
@@ -190,7 +189,7 @@ def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict
                         print(text, file=sys.stderr, flush=True)
                     progress.update(task, advance=1, description=futures[done])
         finally:
-            pool.shutdown(cancel_futures=True)  # why: after an interrupt, leaving `with` would compile all the rest
+            pool.shutdown(cancel_futures=True)  # after an interrupt, leaving `with` would compile the remaining kernels
     return counts, errors
 
 
@@ -198,7 +197,7 @@ def _is_there(variant: Variant) -> bool:
     try:
         return compiler.is_cached(variant)
     except (CompileError, UnsupportedError):
-        return False  # why no error: its compilation says why it cannot be compiled
+        return False  # its compilation reports the error
 
 
 def _compile(variant: Variant) -> tuple[str, str]:
@@ -215,7 +214,7 @@ def _compile(variant: Variant) -> tuple[str, str]:
 
 
 def _head_dims(text: str) -> tuple[tuple[int, int], ...]:
-    """Parses head dims such as "64,192x128" to pairs: that of q and k, and that of v."""
+    """Parses head dims such as "64,192x128" to pairs: one for q and k, one for v."""
     matches = [HEAD_DIMS.fullmatch(part) for part in text.split(",")]
     if None in matches:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0, or pairs of them, such as 64,192x128")

@@ -166,7 +166,7 @@ def test_dq_dkv_blocks_that_share_query_heads_repeat_bit_by_bit(cupy: Any, mask:
 
 @pytest.mark.parametrize("lengths", [(4096, 4096), (300, 5000, 1200, 1692), (1, 8191)])
 @pytest.mark.parametrize(("head_dim", "heads"), [(128, (64, 8)), (96, (24, 4)), (64, (64, 8))])
-def test_blocks_that_share_key_blocks_of_several_lengths_add_up_dk_and_dv(
+def test_blocks_that_share_varlen_key_blocks_add_up_dk_and_dv(
     cupy: Any, head_dim: int, heads: tuple[int, int], lengths: tuple[int, ...]
 ) -> None:
     rng = np.random.default_rng(0)
@@ -205,7 +205,7 @@ def test_a_head_does_not_depend_on_the_others(cupy: Any, deterministic: bool) ->
 
 
 @DETERMINISTIC
-def test_nan_that_nobody_sees_changes_nothing(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
+def test_invisible_nan_changes_nothing(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("nan", 2, 300, 400, 2, 2, *dims, "bfloat16", window_size=(100, 0), diagonal_offset=-50)
     inputs = backward_args(case, cupy)
     expected = run(case, inputs, deterministic=deterministic)

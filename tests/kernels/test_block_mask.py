@@ -136,7 +136,7 @@ def test_a_block_mask_goes_with_scores_a_window_and_a_cap(cupy: Any, dims: tuple
     check_gradients(inputs, of_numpy, host(out), None, gradients, grads)
 
 
-def test_mask_tiles_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
+def test_mask_tiles_without_visible_keys_are_not_read(cupy: Any, any_gpu: bool) -> None:
     """Keys in the middle are hidden from all: their content leaves no trace, and their gradients are 0."""
     hidden = slice(128, 384)
 

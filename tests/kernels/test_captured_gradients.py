@@ -219,7 +219,7 @@ SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", [PACKED, SHIFTED], ids=["packed", "shifted"])
-def test_sequences_of_several_lengths(cupy: Any, case: Sequences, any_gpu: bool, deterministic: bool) -> None:
+def test_variable_length_sequences(cupy: Any, case: Sequences, any_gpu: bool, deterministic: bool) -> None:
     inputs = varlen_arrays(case)
     bounds = bounds_case(inputs)
     for make in (of_several, bias_of("bhqk")):

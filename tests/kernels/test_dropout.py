@@ -103,7 +103,7 @@ def test_lse_knows_nothing_of_it(cupy: Any) -> None:
 PACKED = Sequences("dropped", (130, 0, 63, 1), (65, 5, 200, 64), bounded=True, used_k=True, spare_k=(1, 70, 4, 0))
 
 
-def test_sequences_of_several_lengths_drop_by_their_own_numbers(cupy: Any, any_gpu: bool) -> None:
+def test_varlen_sequences_drop_by_their_own_numbers(cupy: Any, any_gpu: bool) -> None:
     inputs = varlen_arrays(PACKED)
     dim, most = PACKED.dims[1], max(PACKED.keys)
     parts = []
@@ -163,7 +163,7 @@ SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("case", [PACKED, SHIFTED], ids=["packed", "shifted"])
-def test_backward_of_sequences_of_several_lengths(
+def test_backward_of_variable_length_sequences(
     cupy: Any, case: Sequences, dims: tuple[int, int], any_gpu: bool
 ) -> None:
     dtype = "bfloat16" if dims[0] > 64 else "float16"

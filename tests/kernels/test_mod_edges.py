@@ -65,7 +65,7 @@ HIDDEN: dict[str, tuple[Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "any_gpu"), [*((name, False) for name in HIDDEN), ("mask", True), ("tile", True)])
-def test_keys_that_nobody_sees_leave_no_trace(cupy: Any, name: str, any_gpu: bool) -> None:
+def test_invisible_keys_leave_no_trace(cupy: Any, name: str, any_gpu: bool) -> None:
     make, visible, fills = HIDDEN[name]
     case = of_lengths((200, 400))
     hidden = ~visible(np.arange(400))

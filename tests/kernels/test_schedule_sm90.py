@@ -17,7 +17,7 @@ pytestmark = ON_HOPPER
 
 @every_kernel
 @pytest.mark.parametrize("mask", ["full", "causal", "causal_window", "offset_negative"])
-def test_more_tiles_than_multiprocessors(tile: WarpgroupTile, dtype: str, mask: str) -> None:
+def test_more_tiles_than_sms(tile: WarpgroupTile, dtype: str, mask: str) -> None:
     case = case_of(tile, dtype, tile.block_q + 30, 2 * tile.block_k - 5, heads=(24, 6), batch=6, **MASKS[mask])
     arrays = case.arrays()
     first = check(case, tile, arrays)

@@ -239,7 +239,7 @@ def test_nan_in_v_stays_near_and_comes_out_alike_in_each_run(
 
 @every_kernel
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_nobody_sees_changes_no_bit(tile: WarpgroupTile, dtype: str, poison: float) -> None:
+def test_invisible_rows_and_keys_change_no_bit(tile: WarpgroupTile, dtype: str, poison: float) -> None:
     case = case_of(tile, dtype, 70, 700, window_size=(20, 10), diagonal_offset=300)
     q, k, v = case.arrays()
     clean = run(q, k, v, tile=tile, **case.arguments())

@@ -41,7 +41,7 @@ def test_one_kernel_serves_every_shape_place_and_rotation() -> None:
     assert [variant.name for variant in variants] == ["append_kv_portable_bf16"]
 
 
-def test_the_kernel_is_told_of_places_and_tables() -> None:
+def test_the_kernel_gets_places_and_tables() -> None:
     def fields(**way: Any) -> dict[str, int]:
         return dict(make_plan(append_of("float16", **way), H100).launches[0].fields)
 

@@ -47,7 +47,7 @@ def test_the_kernels_of_each_device_in_order(arch: str, dtype: str, deterministi
             assert plan.launches == backward(dim, dim, arch=arch, **more).launches
 
 
-def test_only_delta_is_told_of_an_out_in_float32() -> None:
+def test_an_out_in_float32_changes_only_delta() -> None:
     problem = make_problem(op="backward", dims=(2, 300, 500, 2, 2))
     wide = Problem.from_specs(
         problem.op, [*problem.specs[:4], problem.spec("out")._replace(dtype="float32")], Options()
@@ -182,7 +182,7 @@ def mod_problem(head_dim: int, dims: tuple[int, int, int, int, int] = (2, 300, 5
 
 @DETERMINISTIC
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_kernels_are_told_of_mods_as_their_rows_are(dim: int, deterministic: bool) -> None:
+def test_kernels_get_mod_code_for_queries_or_keys_as_rows(dim: int, deterministic: bool) -> None:
     dims = (2, 8192, 8192, 2, 2)
     problem = mod_problem(dim, dims=dims, deterministic=deterministic)
     plan, plain = make_plan(problem, H100), backward(dim, dim, arch="sm_90", dims=dims, deterministic=deterministic)
@@ -219,7 +219,7 @@ def test_sinks_alone_change_nothing_of_backward() -> None:
 
 @DETERMINISTIC
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_sequences_of_several_lengths_have_the_same_kernels_with_mods(dim: int, deterministic: bool) -> None:
+def test_varlen_calls_have_the_same_kernels_with_mods(dim: int, deterministic: bool) -> None:
     """Delta writes longer list entries for blocks of rows, also where dense calls would use mask tiles."""
     dims = (2, 8192, 8192, 2, 2)
     problem = mod_problem(dim, seqused_k=(2,), dims=dims, deterministic=deterministic)
@@ -244,7 +244,7 @@ def test_sequences_of_several_lengths_have_the_same_kernels_with_mods(dim: int, 
         assert plan.workspace[name].size * BLOCK_WORDS == plain.workspace[name].size * MOD_BLOCK_WORDS
 
 
-def test_kernels_of_several_lengths_that_spill_give_way_too() -> None:
+def test_varlen_kernels_that_spill_give_way_too() -> None:
     problem, spilled = mod_problem(192, seqused_k=(2,), dims=(2, 8192, 8192, 2, 2)), set[Variant]()
     while (plan := backward_plan(problem, H100, (), spilled)).fallback is None:
         assert not spilled.intersection(launch.variant for launch in plan.launches)

@@ -48,7 +48,7 @@ def head_bytes(dim: int, seqlen: int, group: int = 1) -> int:
 
 
 @pytest.mark.parametrize("dims", [(4, 4096, 4096, 16, 16), (1, 512, 512, 16, 16), (3, 4096, 4096, 16, 16)], ids=str)
-def test_as_many_blocks_as_multiprocessors_share_what_the_last_wave_has(dims: tuple[int, ...]) -> None:
+def test_as_many_blocks_as_sms_share_the_last_wave(dims: tuple[int, ...]) -> None:
     batch, rows, keys, heads, _ = dims
     launch, steps = main_launch(128, 128, dims=dims), rows // 64
     whole, first, shared, each = (

@@ -101,7 +101,7 @@ def test_forward_and_lse_on_hopper_find_them_too() -> None:
 
 
 @pytest.mark.parametrize("op", ["forward", "lse"])
-def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> None:
+def test_varlen_calls_on_hopper_find_mask_tiles_except_with_pages(op: str) -> None:
     packed = make_plan(
         make_problem(masks.segments(IDS), op, varlen_kwargs={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}),
         DEVICES["sm_90"],
@@ -117,7 +117,7 @@ def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> 
         assert ("mask_tiles" in plan.workspace) == (is_sparse > 0)
 
 
-def test_two_heads_that_may_have_other_cells_are_not_dealt_together() -> None:
+def test_two_heads_with_different_mask_tiles_are_not_paired() -> None:
     varlen_kwargs = {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}
     alibi = scores.alibi(np.ones(4, np.float32))
     for functions, pairs in (({"mask_mod": masks.segments(IDS)}, 0), ({"score_mod": alibi}, 1)):

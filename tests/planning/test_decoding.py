@@ -202,7 +202,7 @@ def test_more_rows_than_kernels_count_are_not_shared_out() -> None:
         assert ("decode" in plan.kernel) == decodes
 
 
-def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:
+def test_one_split_needs_no_memory_and_no_wait() -> None:
     plan = plan_of(num_splits=1)
     assert not plan.workspace_bytes
     assert not plan.launches[0].arrivals
@@ -234,7 +234,7 @@ def test_dense_calls_take_any_number_of_splits() -> None:
         assert cuflash.plan(*shapes, dtype="bfloat16", device=arch, num_splits=10**400).launches
 
 
-def test_there_are_blocks_of_threads_even_if_no_key_may_be_used() -> None:
+def test_there_are_thread_blocks_even_if_no_key_may_be_used() -> None:
     assert launched(max_seqlen_k=0).num_blocks == 32
 
 

@@ -42,7 +42,7 @@ class Memory:
             if how in ("store", "zero"):
                 self.stores[part][floats] += 1
             elif how != "turn":
-                assert self.written[part][floats].all(), f"{how} of {part}, which nobody has written before"
+                assert self.written[part][floats].all(), f"{how} of {part}, not written before"
         for part, stores in self.stores.items():
             assert stores.max(initial=0) <= 1, f"two blocks store the same of {part}"
         for how, part, floats in touches:

@@ -98,7 +98,7 @@ def test_finite_differences(case: Case, algorithm: str) -> None:
 
 @pytest.mark.parametrize("mask", MASKED, ids=str)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_nobody_sees_gets_and_gives_nothing(mask: dict[str, Any], poison: float) -> None:
+def test_invisible_rows_and_keys_get_and_give_nothing(mask: dict[str, Any], poison: float) -> None:
     case = Case("", 2, 24, 24, 4, 2, 8, 8, "float32", **mask)
     (q, k, v), (dout, dlse) = case.arrays(), upstream(case)
     problem = case.problem()

@@ -136,7 +136,7 @@ def test_any_shape_stride_mask_and_tile(case: Case, layouts: Any, block_q: int, 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mask", MASKED, ids=str)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_what_nobody_sees_changes_nothing(algorithm: str, mask: dict[str, Any], poison: float) -> None:
+def test_invisible_rows_and_keys_change_nothing(algorithm: str, mask: dict[str, Any], poison: float) -> None:
     case = Case("", 2, 24, 24, 4, 2, 8, 8, "float32", softmax_scale=None, **mask)
     q, k, v = case.arrays()
     problem = case.problem(algorithm=algorithm)

@@ -57,7 +57,7 @@ def make_mod_scores(call: Arrays, **changes: Any) -> ModScores:
     return dataclasses.replace(ModScores.from_spec(mod_spec, named, call.get("dropout_p", 0.0)), **changes)
 
 
-def test_keys_that_nobody_sees_keep_what_they_hold() -> None:
+def test_inputs_with_invisible_keys_are_not_written_to() -> None:
     call: Arrays = {"mask_mod": lambda b, h, q_idx, k_idx: k_idx > 20}
     q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays())  # contiguous rows of each head
     for x in (q, k, v):
@@ -124,7 +124,7 @@ def test_sink_gradients_of_minus_inf_and_blind_rows_are_exact() -> None:
     assert sums.sinks.tolist() == [BATCH * 5.0, 0.0, BATCH * 5.0, BATCH * 5.0]
 
 
-def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
+def test_least_numbers_hide_and_invisible_keys_leave_no_trace() -> None:
     q, k, v = arrays("float32")
     hidden = np.zeros((1, 1, 1, KEYS), np.float32)
     hidden[..., 20:] = np.finfo(np.float32).min
@@ -267,7 +267,7 @@ def of_lengths(place: str) -> tuple[Problem, Arrays, list[tuple[slice, slice]]]:
 
 
 @pytest.mark.parametrize("place", ["packed", "pages"])
-def test_sequences_of_several_lengths_count_from_their_own_begin(place: str) -> None:
+def test_varlen_sequences_count_from_their_own_begin(place: str) -> None:
     call_problem, named, rows = of_lengths(place)
     call = {"score_mod": bounded, "mask_mod": striped, "bias": normal(3, HEADS, 34, 34), "sinks": SLOPES,
             "dropout_p": 0.25, "dropout_seed": 9}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calls with the GPU recorded: which parameters a launch takes, what is kept of it, and how much memory that is."""
+"""Calls on a recorded GPU: parameters of launches, what is cached, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 def forward(seqlen: int = 300, counted: bool = False) -> tuple[calls.LoadedPlan, ParamTemplate]:
-    """Kernels of a problem on Hopper, and parameters like theirs."""
+    """Returns the kernels of a problem on Hopper, and a template of their parameters."""
     problem = make_problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
     plan = make_plan(problem, DEVICES["sm_90"])
     assert plan.launches[0].takes_counter == counted
@@ -43,7 +43,7 @@ def packed_bytes(template: ParamTemplate, pointers: tuple[int, ...]) -> bytes:
     return bytes(template.pack(pointers).memory)
 
 
-def test_a_launch_takes_the_parameters_of_its_pointers_and_those_of_two_uses_are_not_written_again(
+def test_a_launch_packs_new_pointers_and_reuses_them_after_two_uses(
     gpus: Gpus,
 ) -> None:
     kernels, template = forward()
@@ -58,7 +58,7 @@ def test_a_launch_takes_the_parameters_of_its_pointers_and_those_of_two_uses_are
     assert gpus.driver.calls == []
 
 
-def test_what_was_refused_is_not_launched_and_not_known(gpus: Gpus) -> None:
+def test_refused_pointers_are_not_launched_and_not_cached(gpus: Gpus) -> None:
     kernels, template = forward()
     for pointers in (moved(0), moved(1)):
         gpus.driver.result = 1
@@ -87,7 +87,7 @@ def test_a_call_within_a_call_has_parameters_of_its_own(gpus: Gpus) -> None:
     assert [packed for _, packed in gpus.launched] == [packed_bytes(template, moved(by)) for by in (1, 0)]
 
 
-def test_buffers_that_no_launch_takes_are_bounded_in_bytes_and_packed_again(gpus: Gpus) -> None:
+def test_free_buffers_are_bounded_in_bytes_and_packed_again(gpus: Gpus) -> None:
     _, template = forward()
     buffers = [template.pack(POINTERS) for _ in range(FREE_BYTES // template.size + 3)]
     for buffer in buffers:
@@ -106,7 +106,7 @@ def test_a_thread_without_the_gpus_context_gets_it_for_the_launch(gpus: Gpus) ->
 
 
 def test_a_thread_without_the_gpus_context_gets_it_for_descriptors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of autograd's may plan a call of a new shape, all of whose kernels are loaded, before it uses the GPU."""
+    """A thread of autograd may plan a call of a new shape, with all kernels loaded, before it uses the GPU."""
     contexts: list[int] = []
     function = gpus.driver.function
 
@@ -160,14 +160,14 @@ def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
     assert rows == rows[:1] * 3 != [delta] * 3
 
 
-def test_kernels_of_one_struct_whose_copies_differ_have_parameters_of_their_own(gpus: Gpus) -> None:
+def test_kernels_of_one_struct_with_other_maps_have_own_parameters(gpus: Gpus) -> None:
     plan = make_plan(make_problem(256, 256, "backward", dims=(1, 300, 300, 2, 2), softcap=5.0), DEVICES["sm_90"])
     of_launches = [number for number, _ in calls.LoadedPlan(plan, 1)._kernels]
     assert of_launches == [0, 1, 1, 2]  # dq and dk have tiles of 32 columns, dv of 64
 
 
 def decode(length: int, layer: int, rows: int = 2**15) -> None:
-    """A step of decoding in one layer of a model whose cache has this many keys."""
+    """Runs a step of decoding in one layer of a model with this many keys in its cache."""
     q = Array.contiguous((1, 1, 32, 128), 2**20 * (layer + 1))
     k = Array.contiguous((1, length, 8, 128), 2**30 * (layer + 1), rows=rows)
     cuflash.forward(q, k, k, causal=True)
@@ -211,7 +211,7 @@ def test_8000_new_shapes_leave_no_more_than_the_bound(gpus: Gpus) -> None:
     assert len(calls.CALL_CACHE) == entries  # the last shapes are there
 
 
-def test_merges_and_windows_given_as_lists_are_kept(gpus: Gpus) -> None:
+def test_merges_and_windows_in_lists_are_cached(gpus: Gpus) -> None:
     out, lse = Array.contiguous((1, 9, 2, 64), 2**30), Array.contiguous((1, 2, 9), 2**31, "float32")
     q = Array.contiguous((1, 200, 2, 64), 2**32)
     window: list[int] = [3, 4]
@@ -220,14 +220,14 @@ def test_merges_and_windows_given_as_lists_are_kept(gpus: Gpus) -> None:
         lambda: cuflash.forward(q, q, q, window_size=window),  # type: ignore[arg-type]
     )
     for merge_or_forward in repeated:
-        merge_or_forward(), merge_or_forward()  # from their second use on, parameters are kept, too
+        merge_or_forward(), merge_or_forward()  # from their second use on, parameters are cached, too
         entries = len(calls.CALL_CACHE)
         merge_or_forward()
         assert len(calls.CALL_CACHE) == entries
 
 
 def appended(**changes: Any) -> dict[str, Any]:
-    """A call of `append_kv` on the recorded GPU: a new key for each of two sequences, q and tables with `pairs`."""
+    """Calls `append_kv` on the recorded GPU: a new key for each of two sequences, q and tables with `pairs`."""
     shapes = {"k_cache": (2, 40, 8, 64), "v_cache": (2, 40, 8, 64), "k": (2, 1, 8, 64), "v": (2, 1, 8, 64)}
     if pairs := changes.pop("pairs", 0):
         shapes |= {"q": (2, 1, 16, 64), "rotary_cos": (50, pairs), "rotary_sin": (50, pairs)}
@@ -236,7 +236,7 @@ def appended(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pairs", [0, 16])
-def test_what_is_written_in_place_is_the_callers_and_only_q_is_new(
+def test_append_writes_the_callers_caches_and_only_q_is_new(
     gpus: Gpus, pairs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "cuflash")
@@ -259,7 +259,7 @@ def test_caches_that_share_memory_are_refused_before_anything_is_launched(gpus: 
         written = "k_cache" if pointer < 2**21 else "v_cache"
         with pytest.raises(ProblemError, match=f"{written}, which is written to, shares memory with {name}"):
             cuflash.append_kv(**call)
-    call = appended()  # between the elements of a view lie those of another
+    call = appended()  # two views whose elements alternate
     both = Array((2, 40, 8, 64), (2 * 40 * 8 * 128, 8 * 128, 128, 1), "bfloat16", 2**20)
     cuflash.append_kv(**call | {"k_cache": both, "v_cache": both._replace(pointer=2**20 + 128), "k": call["k"]})
     assert len(gpus.launched) == 1
@@ -270,7 +270,7 @@ def test_gradients_go_to_the_arrays_that_are_given_and_others_are_new(gpus: Gpus
     shape, step = (2, 300, 8, 64), 8 * 64
     arrays = [Array.contiguous(shape, 2**30 * (n + 1), "float32") for n in range(5)]
     lse = Array.contiguous((2, 8, 300), 2**33, "float32")
-    # why float32: the kernels that take it have pointers and strides in their structs, and not in tensor maps.
+    # The kernels of float32 have pointers and strides in their structs, not tensor maps.
     packed = [Array(shape, (300 * 3 * step, 3 * step, 64, 1), "float32", 2**40 + 4 * step * n) for n in range(3)]
     recorded = "BackwardParams", "BackwardDqParams" if deterministic else "ConvertParams"
     for grads_out in (packed, [None, packed[1], None]):
@@ -296,7 +296,7 @@ def test_a_cache_with_gaps_is_refused_and_not_copied(gpus: Gpus) -> None:
     assert not gpus.launched
 
 
-def test_what_is_used_least_recently_is_dropped_first() -> None:
+def test_the_least_recently_used_value_is_dropped_first() -> None:
     cache = SecondChanceCache(100)
     for key in "abc":
         cache.put(key, key.upper(), 30)
@@ -313,7 +313,7 @@ def test_what_is_used_least_recently_is_dropped_first() -> None:
         cache.get([])  # type: ignore[arg-type]
 
 
-def test_keys_are_seen_from_their_second_time_on_until_many_others_came() -> None:
+def test_recent_keys_report_the_second_use_until_many_others_came() -> None:
     recent = RecentKeys(3)
     assert [recent.add(key) for key in "abab"] == [False, False, True, True]
     assert [recent.add(key) for key in "abcda"] == [False] * 5

@@ -29,7 +29,7 @@ def arrays(case: Case, seed: int = 0) -> list[Any]:
 CASE = Case("launch", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
 
 
-# Layouts for which Hopper has a kernel of its own, if only by a copy, and others.
+# Layouts that Hopper's kernels take, if only by a copy, and others.
 TILED = {"heads_first": heads_first, "wide_rows": wide_rows, "every_second": every_second}
 OTHERS = {"reversed_keys": reversed_keys, "odd_rows": odd_rows, "odd_start": odd_start}
 
@@ -52,7 +52,7 @@ def test_any_memory_layout_gives_the_same_bits(cupy: Any, layout: str, dtype: st
 
 
 @pytest.mark.parametrize("strange", "qkv")
-def test_one_operand_that_is_not_aligned_changes_the_kernel_for_all_and_little_else(strange: str) -> None:
+def test_a_misaligned_operand_changes_the_kernel_and_results_little(strange: str) -> None:
     named = dict(zip("qkv", arrays(CASE), strict=True))
     for layout in OTHERS.values():
         mixed = named | {strange: layout(named[strange])}
@@ -63,7 +63,7 @@ def test_a_broadcast_operand_is_read_through_its_zero_strides(cupy: Any) -> None
     q, k, v = arrays(CASE)
     k, v = (cupy.broadcast_to(x[:1], x.shape) for x in (k, v))
     got = cuflash.forward(q, k, v, causal=True)
-    expected = cuflash.forward(q, odd_start(k), v.copy(), causal=True)  # by the same kernel on Hopper
+    expected = cuflash.forward(q, odd_start(k), v.copy(), causal=True)  # the same kernel on Hopper
     assert bool((got == expected).all())
 
 
@@ -85,7 +85,7 @@ def test_work_runs_on_the_callers_stream(cupy: Any) -> None:
     results = []
     for stream in streams:
         with stream:
-            # The inputs are made on this stream just before: on another one they would not be there yet.
+            # The inputs are computed on this stream just before: another stream would not have them yet.
             big = cupy.zeros(1 << 27, "float32")
             for _ in range(3):
                 big += 1
@@ -133,17 +133,17 @@ def test_a_captured_graph_replays_on_new_values(cupy: Any) -> None:
     assert bool((bits(out) == bits(cuflash.forward(q, k, v, causal=True))).all())
 
 
-def test_threads_that_have_not_used_the_gpu_take_over_what_another_of_their_number_left() -> None:
+def test_new_threads_reuse_cached_calls_of_an_old_thread_number() -> None:
     q, k, v = arrays(CASE)
     expected, out = cuflash.forward(q, k, v), q.copy()
-    for _ in range(4):  # a thread's number is given out again
+    for _ in range(4):  # the system reuses a thread's number
         out.fill(0)
         run_threads(lambda _: cuflash.forward(q, k, v, out=out), 1)
         assert bool((bits(out) == bits(expected)).all())
 
 
 def test_a_thread_that_has_not_used_the_gpu_calls_with_a_new_shape() -> None:
-    """All kernels are loaded, so that descriptors are the first thing that the driver is asked for."""
+    """With all kernels loaded, the first driver call of the thread encodes descriptors."""
     q, k, v = arrays(CASE)
     cuflash.forward(q, k, v)
     for rows in (q.shape[1] - 1, q.shape[1] - 2):
@@ -155,7 +155,7 @@ def test_a_thread_that_has_not_used_the_gpu_calls_with_a_new_shape() -> None:
 def test_nothing_is_allocated_beyond_the_outputs(cupy: Any) -> None:
     q, k, v = arrays(Case("memory", 1, 2000, 2000, 8, 8, 64, 64, "float16", causal=True))
     for return_lse in (False, True):
-        pool = cupy.cuda.MemoryPool()  # one of its own: what other tests left in the shared one could be used again
+        pool = cupy.cuda.MemoryPool()  # a new pool: free blocks of other tests in the shared one could be reused
         with cupy.cuda.using_allocator(pool.malloc):
             result = cuflash.forward(q, k, v, return_lse=return_lse)
         outputs = result if return_lse else (result,)

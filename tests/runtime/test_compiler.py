@@ -45,7 +45,7 @@ def _private_cache(cache_dir: Path) -> Path:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
-    """What was compiled, in order."""
+    """Returns the list of compiled variants, in order."""
     compiled: list[Variant] = []
     compile_variant = compiler.compile_variant
 
@@ -59,7 +59,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of kernels_cu that a test may edit, in place of the real one."""
+    """Replaces kernels_cu by a copy that a test may edit."""
     copy = tmp_path / "kernels_cu"
     shutil.copytree(compiler.source_root(), copy)
     monkeypatch.setattr(compiler, "source_root", lambda: copy)
@@ -67,14 +67,14 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cached_file(variant: Variant) -> Path:
-    """The file of a variant that is compiled if it is not there, and whose cubin is what the file holds."""
+    """Compiles a variant if needed; returns its file after comparing the cubin with it."""
     cubin, path = compiler.cubin(variant), chosen_dir() / compiler._file_name(variant)
     assert read(path) == cubin
     return path
 
 
 def assert_sound(path: Path) -> None:
-    """The file is a whole ELF image followed by the SHA-256 of its name and itself."""
+    """Checks that the file is a whole ELF image followed by the SHA-256 of its name and itself."""
     data = path.read_bytes()
     image, digest = data[:-32], data[-32:]
     assert hashlib.sha256(path.name.encode() + b"\0" + image).digest() == digest
@@ -224,7 +224,7 @@ def test_threads_at_once_compile_and_load_a_kernel_once(
     assert compiles == [MERGE]
 
 
-def test_what_is_loaded_is_what_was_judged_though_its_file_is_swapped_in_between(
+def test_the_loaded_kernel_is_the_validated_one_after_a_file_swap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, sound, loaded = cached_file(MERGE), compiler.cubin(MERGE), []
@@ -233,7 +233,7 @@ def test_what_is_loaded_is_what_was_judged_though_its_file_is_swapped_in_between
 
     def find(name: str, find: Callable[[str], bytes | None] = compiler.find) -> bytes | None:
         content = find(name)
-        path.write_bytes(b"of somebody else")
+        path.write_bytes(b"of another process")
         return content
 
     monkeypatch.setattr(compiler, "find", find)
@@ -249,7 +249,7 @@ def test_different_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.Mon
     both = threading.Barrier(2)
 
     def load(variant: Variant, ordinal: int) -> Any:
-        both.wait(timeout=600)  # breaks, and fails the test, unless both threads are inside
+        both.wait(timeout=600)  # fails the test unless both threads are inside
         return variant
 
     monkeypatch.setattr(compiler, "_load", load)
@@ -301,7 +301,7 @@ def test_processes_at_once_end_with_one_sound_file(cache_dir: Path) -> None:
     assert_sound(cached_file(MERGE))
 
 
-def test_a_refused_kernel_is_told_in_full_and_leaves_nothing(sources: Path, cache_dir: Path) -> None:
+def test_a_compile_error_is_reported_in_full_and_leaves_nothing(sources: Path, cache_dir: Path) -> None:
     source = sources / "portable" / "merge.cu"
     text = source.read_text("utf-8")
     source.write_text(text + "\n#error broken on purpose\n", "utf-8")
@@ -316,7 +316,7 @@ def test_a_refused_kernel_is_told_in_full_and_leaves_nothing(sources: Path, cach
     assert_sound(cached_file(MERGE))
 
 
-# Architectures that versions of NVRTC know, all but the oldest.
+# Architectures that versions of NVRTC support, all but the oldest.
 NVRTC_ARCHS = {
     (12, 8): (80, 86, 87, 89, 90, 100, 101, 120),
     (12, 9): (80, 86, 87, 89, 90, 100, 101, 103, 120, 121),
@@ -326,7 +326,7 @@ NVRTC_ARCHS = {
 
 @pytest.fixture
 def knows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes NVRTC one of these architectures."""
+    """Replaces NVRTC by one that supports these architectures."""
 
     def replace_archs(*numbers: int) -> None:
         monkeypatch.setattr("cupy.cuda.nvrtc.getSupportedArchs", lambda: (75, *numbers))
@@ -354,9 +354,7 @@ def test_an_unknown_architecture_gets_the_newest_whose_code_runs_there(
 
 
 @pytest.mark.parametrize("arch", ["sm_110", "sm_130", "sm_87"])
-def test_an_architecture_that_runs_no_known_code_is_unsupported_with_the_way_out(
-    knows: Callable[..., None], arch: str
-) -> None:
+def test_an_architecture_that_runs_no_known_code_is_unsupported(knows: Callable[..., None], arch: str) -> None:
     knows(80, 86, 90, 100, 103, 120)
     with pytest.raises(
         UnsupportedError, match=rf"NVRTC {NVRTC[0]}\.{NVRTC[1]} cannot compile for {arch}; .*pip install"

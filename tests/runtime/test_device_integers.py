@@ -1,4 +1,4 @@
-"""`check=True`: integers on a GPU are read once, by calls that ask for it alone, and checked as those of the host."""
+"""`check=True`: integers on a GPU are read once, by no other calls, and checked as integers of the host are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES = {2**40: [0, 30, 64], 2**41: [30, 34], 2**42: [0, 40, 70], 2**43: [8], 2
 
 
 class Reads:
-    """The addresses that were read, and whether the stream is captured."""
+    """The addresses that were read, and True if the stream is captured."""
 
     def __init__(self, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gpus, self.addresses, self.captured = gpus, list[int](), False

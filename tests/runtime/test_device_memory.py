@@ -1,4 +1,4 @@
-"""Counters of tiles: who shares one, and who must not."""
+"""Counters of tiles: launches that share one, and launches that must not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CAPTURING = 7  # a stream's handle
 
 
 class Driver:
-    """In place of the driver and of CuPy's memory: streams' unique numbers are their handles and `born`.
+    """A stand-in for the driver and CuPy's memory: a stream's unique number is its handle and `born`.
 
-    The number of a thread's default stream is that of its `threads`.
+    The default stream of a thread has the number in `threads`.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(driver: Driver) 
     assert [device_memory.counter(0, stream) for stream in (0, 1, 2, 8)] == first
 
 
-def test_threads_that_take_turns_on_their_default_streams_keep_a_counter_each(driver: Driver) -> None:
+def test_threads_keep_a_counter_each_on_their_default_streams(driver: Driver) -> None:
     turns, counters = threading.Barrier(3), [set[tuple[int, ...]]() for _ in range(3)]
 
     def work(index: int) -> None:
@@ -118,7 +118,7 @@ def test_a_new_thread_of_an_old_ones_number_has_a_counter_of_its_own(
     monkeypatch.setattr(device_memory, "get_ident", lambda: 1234)
     driver.threads.number = 501
     old = device_memory.counter(0, 2)
-    driver.threads.number = 502  # the old thread has ended, and its stream may still work
+    driver.threads.number = 502  # the old thread has ended, but work on its stream may still run
     new = device_memory.counter(0, 2)
     assert new != old
     assert device_memory.counter(0, 2) == new
@@ -140,7 +140,7 @@ def test_what_one_launch_counts_for_two_uses_is_counted_apart(driver: Driver) ->
     assert [device_memory.counter(0, 1, 1, use) for use in (40, 41)] == [pieces, arrivals]
 
 
-def test_a_captured_launch_has_a_counter_that_is_given_to_none_again(driver: Driver) -> None:
+def test_the_counter_of_a_captured_launch_is_never_reused(driver: Driver) -> None:
     before = device_memory.counter(0, 1)
     captured = [device_memory.counter(0, CAPTURING) for _ in range(20)]
     after = [device_memory.counter(0, stream) for stream in range(30, 40)]
@@ -148,7 +148,7 @@ def test_a_captured_launch_has_a_counter_that_is_given_to_none_again(driver: Dri
     assert device_memory.counter(0, 1) == before
 
 
-def test_counters_lie_in_zeroed_pages_and_a_page_follows_where_one_is_used_up(
+def test_counters_lie_in_zeroed_pages_and_a_new_one_follows_a_full_one(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_memory, "PAGE", 3)
@@ -172,16 +172,14 @@ def test_a_reserved_counter_needs_no_allocation_within_a_capture(driver: Driver)
 
 def test_a_new_stream_of_a_handle_has_a_counter_of_its_own(driver: Driver) -> None:
     old = device_memory.counter(0, 1)
-    driver.born += 1  # the old one was destroyed, and may still work
+    driver.born += 1  # the old one was destroyed, but its work may still run
     new = device_memory.counter(0, 1)
     assert new != old
     assert device_memory.counter(0, 1) == new
 
 
 @pytest.mark.parametrize(("words", "rounded"), [(1, 1), (5, 8), (1000, 1024)])
-def test_streams_without_end_take_four_bytes_a_word_each_and_nothing_of_the_host(
-    driver: Driver, words: int, rounded: int
-) -> None:
+def test_new_streams_take_four_bytes_a_word_and_no_host_memory(driver: Driver, words: int, rounded: int) -> None:
     addresses, streams = set(), 3 * device_memory.PAGE // rounded
     for driver.born in range(streams):
         addresses.add(device_memory.counter(0, 1, words))
@@ -191,7 +189,7 @@ def test_streams_without_end_take_four_bytes_a_word_each_and_nothing_of_the_host
 
 
 def test_a_counter_lies_on_the_gpu_of_its_launch(driver: Driver) -> None:
-    shared, addresses = 20, []  # a stream number: those of different GPUs may be equal
+    shared, addresses = 20, []  # a stream number: streams of different GPUs may share one
     for driver.current in (0, 1, 0, 1):
         device_memory.counter(driver.current, CAPTURING)
         addresses.append(device_memory.counter(driver.current, shared))
@@ -217,14 +215,14 @@ def test_the_capture_mode_of_the_thread_is_put_back_even_after_an_error(
 
 
 @pytest.mark.parametrize("name", ["cuStreamIsCapturing", "cuStreamGetId"])
-def test_an_error_of_the_driver_is_told_with_the_stream(driver: Driver, name: str) -> None:
+def test_a_driver_error_names_the_stream(driver: Driver, name: str) -> None:
     driver.results[name] = 400
     with pytest.raises(RuntimeError, match=rf"{name} failed for .* 0x2a: CUDA_ERROR_INVALID_HANDLE \(400\)"):
         device_memory.counter(0, 42)
     assert not driver.pages
 
 
-# On a GPU: a problem whose blocks take several tiles each.
+# On a GPU: a problem with several tiles a thread block.
 COUNTED = Case("counted", 4, 500, 500, 16, 4, 64, 64, "float16", causal=True)
 
 
@@ -265,7 +263,7 @@ def test_gpu_counted_tiles_are_all_done_and_are_those_of_smaller_launches() -> N
 
 
 @pytest.mark.gpu
-def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles(cupy: Any) -> None:
+def test_gpu_concurrent_streams_keep_their_tiles(cupy: Any) -> None:
     arrays = counted_arrays()
     expected = cuflash.forward(*arrays, causal=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -280,7 +278,7 @@ def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles(cupy: Any) -
 
 
 @pytest.mark.gpu
-def test_gpu_threads_on_their_default_streams_keep_their_counters_and_their_tiles(
+def test_gpu_threads_on_default_streams_keep_their_counters_and_tiles(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = counted_arrays()
@@ -304,7 +302,7 @@ def test_gpu_threads_on_their_default_streams_keep_their_counters_and_their_tile
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_gpu_streams_that_run_at_once_do_not_take_each_others_blocks_of_rows(cupy: Any, softcap: float) -> None:
+def test_gpu_concurrent_streams_keep_their_blocks_of_rows(cupy: Any, softcap: float) -> None:
     rng = np.random.default_rng(0)
     q, k, v, dout = (cupy.asarray(rng.normal(size=(3000, 8, 256)), "float16") for _ in range(4))
     varlen_kwargs = {f"cu_seqlens_{side}": cupy.arange(0, 3001, 300, "int32") for side in "qk"}
@@ -326,9 +324,7 @@ def test_gpu_streams_that_run_at_once_do_not_take_each_others_blocks_of_rows(cup
 
 
 @pytest.mark.gpu
-def test_gpu_a_graph_runs_beside_other_launches_of_the_stream_that_it_was_captured_on(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_a_graph_runs_beside_launches_of_its_capture_stream(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = counted_arrays()
     expected = cuflash.forward(*arrays, causal=True)
     cupy.cuda.Device().synchronize()

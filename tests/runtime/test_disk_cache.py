@@ -1,4 +1,4 @@
-"""Whom the kernel cache trusts, and what it does where it cannot be used. Needs neither NVRTC nor a GPU."""
+"""Trust in the kernel cache's files, and calls without a usable cache. Needs neither NVRTC nor a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cuflash.runtime import disk_cache
 from cuflash.tools import info
 
 NAME, OTHER, CONTENT = "kernel.sm_80.0123.cubin", "kernel.sm_90.0123.cubin", b"\x7fELF of a kernel"
-STRANGER = 54321  # a user who has nothing here
+STRANGER = 54321  # a user without files or rights here
 posix = pytest.mark.skipif(os.name != "posix", reason="users and permissions of POSIX")
 as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can become another user")
 
@@ -33,7 +33,7 @@ def _private_cache(cache_dir: Path) -> Path:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that every user reaches, other than those of pytest."""
+    """Returns a folder that every user reaches, unlike pytest's folders."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -41,22 +41,22 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture
 def stranger() -> Iterator[None]:
-    """The process as another user than root."""
-    info.text()  # why first: Python itself may lie where that user cannot import what was not imported yet
+    """Switches the process to another user than root."""
+    info.text()  # first, as that user may lack the right to read Python's modules
     os.seteuid(STRANGER)
     yield
     os.seteuid(0)
 
 
 def cached_file(folder: Path, name: str = NAME, content: bytes = CONTENT) -> Path:
-    """A file that was kept in the cache folder and is found there."""
+    """Writes a file to the cache folder and returns it after finding it there."""
     disk_cache.keep(name, content)
     assert disk_cache.find(name) == disk_cache.find_in_cache(name) == disk_cache.read(folder / name) == content
     return folder / name
 
 
 def is_kept_elsewhere(problem: str) -> bool:
-    """Whether a kernel is kept by this process alone, with one warning that matches, and found there again."""
+    """Checks that a kernel is stored by this process alone, with one matching warning, and found again."""
     with pytest.warns(RuntimeWarning, match=problem) as caught:
         disk_cache.keep(NAME, CONTENT)
     assert len(caught) == 1
@@ -132,7 +132,7 @@ def test_a_cache_that_is_no_folder_is_named_so(name: str, tmp_path: Path, monkey
 
 @posix
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_a_file_that_others_may_write_is_made_anew(mode: int, cache_dir: Path) -> None:
+def test_a_file_that_others_may_write_is_rebuilt(mode: int, cache_dir: Path) -> None:
     path = cached_file(cache_dir)
     path.chmod(mode)
     assert disk_cache.find(NAME) is None
@@ -144,18 +144,18 @@ def test_a_folder_of_another_user_is_refused(cache_dir: Path, monkeypatch: pytes
     disk_cache.keep(NAME, CONTENT)
     owner = os.geteuid()
     monkeypatch.setattr(disk_cache, "ROOT", owner + 1)
-    monkeypatch.setattr(disk_cache, "_user", lambda: owner + 2)  # neither made it
+    monkeypatch.setattr(disk_cache, "_user", lambda: owner + 2)  # neither created it
     assert disk_cache.find_in_cache(NAME) is None
     with pytest.raises(UnsupportedError, match=f"belongs to user {owner}, neither to this user"):
         disk_cache.contents()
-    monkeypatch.setattr(disk_cache, "ROOT", owner)  # root made it
+    monkeypatch.setattr(disk_cache, "ROOT", owner)  # root created it
     assert disk_cache.find_in_cache(NAME) == CONTENT
     cache_dir.chmod(0o777)
     assert disk_cache.find_in_cache(NAME) is None
 
 
 @as_root
-def test_a_file_of_another_user_is_made_anew(cache_dir: Path) -> None:
+def test_a_file_of_another_user_is_rebuilt(cache_dir: Path) -> None:
     os.chown(cached_file(cache_dir), STRANGER, STRANGER)
     assert disk_cache.find(NAME) is None
     cached_file(cache_dir)
@@ -183,7 +183,7 @@ def test_a_cache_of_roots_serves_other_users_who_cannot_write_it(
 
 
 @as_root
-def test_an_unreadable_parent_is_told(
+def test_an_unreadable_parent_is_reported(
     shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     (shared / "closed").mkdir(mode=0o700)
@@ -194,7 +194,7 @@ def test_an_unreadable_parent_is_told(
 
 
 @as_root
-def test_an_unreadable_folder_is_told(
+def test_an_unreadable_folder_is_reported(
     shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     (shared / "closed").mkdir(mode=0o700)
@@ -212,14 +212,14 @@ def test_a_fifo_under_a_files_name_is_replaced(has_writer: bool, cache_dir: Path
     writer = os.open(cache_dir / NAME, os.O_RDWR) if has_writer else -1
     code = f"from cuflash.runtime import disk_cache; print(disk_cache.find({NAME!r}), disk_cache.contents()[1])"
     command = [sys.executable, "-c", code]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600)  # not for ever
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600)  # no wait
     assert process.stdout == "None []\n"
     cached_file(cache_dir)
     if has_writer:
         os.close(writer)
 
 
-def test_a_folder_under_a_files_name_is_told(cache_dir: Path) -> None:
+def test_a_folder_under_a_files_name_is_reported(cache_dir: Path) -> None:
     (cache_dir / NAME).mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match="cannot be used .*; set CUFLASH_CACHE_DIR"):
         disk_cache.keep(NAME, CONTENT)
@@ -236,15 +236,15 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def cache_line() -> str:
-    """What `python -m cuflash info` says of the cache."""
+    """Returns the line of `python -m cuflash info` on the cache."""
     (line,) = [line for line in info.text().splitlines() if line.startswith("cache ")]
     return line
 
 
 def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user has no entry in the list of users."""
+    """Removes the home folder, as in a container whose user has no entry in the list of users."""
     pwd = pytest.importorskip("pwd")
-    info.text()  # why first: as it is imported, CuPy makes a folder in the home, or without one in the current folder
+    info.text()  # first, as importing CuPy creates a folder in the home, or without one in the current folder
 
     def unknown(_: object) -> None:
         raise KeyError("no such user")
@@ -255,7 +255,7 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pwd, "getpwnam", unknown)
 
 
-@pytest.mark.parametrize("chosen", [None, "~/cubins", "~nobody-of-this-name/cubins"])
+@pytest.mark.parametrize("chosen", [None, "~/cubins", "~no-user-of-this-name/cubins"])
 def test_without_a_home_kernels_are_kept_by_the_process(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     no_home(monkeypatch)
     if chosen is not None:
@@ -266,7 +266,7 @@ def test_without_a_home_kernels_are_kept_by_the_process(chosen: str | None, monk
 
 @as_root
 @pytest.mark.usefixtures("stranger")
-def test_a_home_at_the_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_at_the_root_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUFLASH_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/")
@@ -277,7 +277,7 @@ def test_a_home_at_the_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @as_root
 @pytest.mark.parametrize("name", ["", "cache", "a/deeper/cache"])
-def test_a_folder_that_nothing_can_be_added_to_is_no_cache_and_none_is_made(
+def test_a_folder_that_takes_no_file_is_no_cache_and_none_is_created(
     name: str, shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / name))
@@ -290,9 +290,7 @@ def test_a_folder_that_nothing_can_be_added_to_is_no_cache_and_none_is_made(
 
 
 @pytest.mark.parametrize("name", ["there", "not/yet"])
-def test_what_is_told_of_the_cache_writes_nowhere_else(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_about_the_cache_writes_nowhere_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / name))
     written: list[Path] = []
@@ -304,7 +302,7 @@ def test_what_is_told_of_the_cache_writes_nowhere_else(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux' /proc")
-def test_a_folder_that_root_has_the_right_but_not_the_means_to_make_is_no_cache(
+def test_a_folder_that_root_cannot_create_is_no_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", "/proc/cuflash/cache")
@@ -345,7 +343,7 @@ def test_a_folder_that_the_file_system_makes_writable_for_all_is_no_cache(
 
     def mkdir(path: Path, *arguments: Any, **keywords: Any) -> None:
         make(path, *arguments, **keywords)
-        path.chmod(0o777)  # as on a disk without rights, whose files have one mode
+        path.chmod(0o777)  # as on a file system without modes
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert cache_line().startswith(
@@ -370,7 +368,7 @@ def test_a_process_keeps_the_latest_kernels_up_to_a_bound(cache_dir: Path, monke
     assert [disk_cache.find(name) for name in "abc"] == [None, b"bbbb", b"cccc"]
 
 
-# Keeps kernels where there is no cache, in a process and in its child, which finds what its parent kept before.
+# Stores kernels without a cache, in a process and in its child, which finds the kernels that its parent stored before.
 FORKS = f"""
 import os, sys, warnings
 from cuflash.runtime import disk_cache
@@ -395,9 +393,9 @@ def test_without_a_cache_a_process_and_its_children_leave_nothing_behind(tmp_pat
     assert not list(temporary.iterdir())
 
 
-def test_a_file_that_is_larger_than_any_kernel_is_not_read_but_made_anew(cache_dir: Path) -> None:
+def test_a_file_larger_than_any_kernel_is_rebuilt_unread(cache_dir: Path) -> None:
     path = cached_file(cache_dir)
-    os.truncate(path, 2**40)  # of which the disk holds one page
+    os.truncate(path, 2**40)  # a sparse file, one page on disk
     assert disk_cache.find(NAME) is None
     assert cached_file(cache_dir).stat().st_size == len(CONTENT) + disk_cache.DIGEST_BYTES
 
@@ -415,7 +413,7 @@ def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> Non
         assert subprocess.run([sys.executable, "-c", code, str(cache_dir)], cwd=ROOT, check=False).returncode == 9
     old, recent = left = list(cache_dir.iterdir())
     assert all(path.name.startswith(NAME) for path in left)
-    strange = cache_dir / "of somebody else.tmp"
+    strange = cache_dir / "of another process.tmp"
     strange.touch()
     yesterday = time.time() - 25 * 3600
     for path in (old, strange):
@@ -427,7 +425,7 @@ def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> Non
     assert disk_cache.find(NAME) == CONTENT  # kernels stay, however old
 
 
-def test_info_tells_the_kernels(cache_dir: Path) -> None:
+def test_info_counts_the_kernels(cache_dir: Path) -> None:
     for name in (NAME, OTHER):
         disk_cache.keep(name, bytes(512 - disk_cache.DIGEST_BYTES))
     (cache_dir / "gone.cubin").symlink_to("nowhere")

@@ -1,4 +1,4 @@
-"""Functions of the CUDA driver, found by ctypes: on a machine without a driver, those of the C library."""
+"""Functions of the CUDA driver through ctypes; without a driver, functions of the C library stand in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuflash.runtime import driver
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the libraries that were opened."""
+    """Returns the names of opened libraries."""
     opened: list[str] = []
     real = ctypes.PyDLL
 
@@ -60,9 +60,7 @@ def test_a_function_that_the_driver_does_not_have_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [(b"CUDA_ERROR_UNKNOWN", "CUDA_ERROR_UNKNOWN"), (None, "CUDA error")])
-def test_a_failure_tells_the_name_that_cuda_has_for_it(
-    name: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_has_cudas_name_for_it(name: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def name_error(result: int, answer: int) -> int:
         ctypes.c_char_p.from_address(answer).value = name
         return int(name is None)

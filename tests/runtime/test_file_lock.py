@@ -1,4 +1,4 @@
-"""Locks between processes: one at a time compiles a kernel, and one that is killed keeps nobody waiting."""
+"""Locks between processes: one at a time compiles a kernel, and a killed one releases its lock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ cubin(cuflash.plan(shape, shape, shape, dtype="float16", device="sm_80").launche
 """
 
 
-def test_who_comes_later_waits_and_the_file_is_removed(tmp_path: Path) -> None:
+def test_a_later_process_waits_and_the_file_is_removed(tmp_path: Path) -> None:
     path, inside, most = tmp_path / "lock", [0], [0]
 
     def work(index: int) -> None:
@@ -53,7 +53,7 @@ def test_who_comes_later_waits_and_the_file_is_removed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_process_that_is_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_killed_process_releases_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLDS, str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -67,7 +67,7 @@ def test_a_process_that_is_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
         assert time.monotonic() - started < 600  # it did not wait in vain
 
 
-def test_nobody_waits_longer_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_ends_after_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     monkeypatch.setattr(file_lock, "time", clock)
@@ -77,12 +77,12 @@ def test_nobody_waits_longer_than_was_asked_for(tmp_path: Path, monkeypatch: pyt
             assert 105 <= now[0] < 105 + 2 * file_lock.PAUSE
 
 
-def test_without_a_folder_nobody_waits(tmp_path: Path) -> None:
+def test_without_a_folder_there_is_no_wait(tmp_path: Path) -> None:
     with alone(tmp_path / "missing" / "lock", 60), alone(tmp_path / "missing" / "lock", 60):
         assert not list(tmp_path.iterdir())
 
 
-def test_of_processes_that_want_the_same_kernel_one_compiles_it(tmp_path: Path) -> None:
+def test_one_of_several_processes_compiles_a_kernel(tmp_path: Path) -> None:
     pytest.importorskip("cupy")
     messages: list[str] = []
     folder = {"CUFLASH_CACHE_DIR": str(tmp_path / "cache")}

@@ -1,4 +1,4 @@
-"""What goes wrong around a call on a GPU: no memory, a failed capture, an older error. The next call is right."""
+"""Faults around a call on a GPU: no memory, a failed capture, an older error. The next call is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASE = Case("fault", 2, 300, 330, 4, 2, 64, 64, "float16", causal=True)
 
 
 def states(case: Case = CASE) -> tuple[Any, ...]:
-    """What backward takes: dout, q, k, v, out and lse."""
+    """Returns inputs of backward: dout, q, k, v, out and lse."""
     import cupy
 
     q, k, v = (cupy.asarray(x) for x in case.arrays())
@@ -32,7 +32,7 @@ def gradients(deterministic: bool) -> Callable[..., tuple[Any, ...]]:
 
 
 def numpy_gradients(*arrays: Any) -> tuple[Any, ...]:
-    """Gradients with that of a bias, and sums of several launches."""
+    """Returns gradients including a bias's, summed over several launches."""
     import cupy
 
     bias = cupy.ones((4, 1, 330), "float32")
@@ -50,13 +50,13 @@ CALLS: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 def same_bits(arrays: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Compared on the host: on the GPU there may be no memory left."""
+    """Compares on the host, as the GPU may have no memory left."""
     return all(x.get().tobytes() == y.get().tobytes() for x, y in zip(arrays, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_memory_that_runs_out_at_any_place_of_a_call_costs_nothing_else(cupy: Any, name: str) -> None:
-    stream = cupy.cuda.Stream(non_blocking=True)  # why: on the default stream small workspaces are there already
+    stream = cupy.cuda.Stream(non_blocking=True)  # the default stream has a shared workspace already
     arrays, pool, limit = states(), cupy.cuda.MemoryPool(), 0
     expected, failed = CALLS[name](*arrays), 0
     cupy.cuda.Device().synchronize()
@@ -69,10 +69,10 @@ def test_memory_that_runs_out_at_any_place_of_a_call_costs_nothing_else(cupy: An
                 result = CALLS[name](*arrays)
             except cupy.cuda.memory.OutOfMemoryError:
                 failed += 1
-            if result is None:  # why not above: there the error still holds the call's arrays
+            if result is None:  # outside of `except`, where the error still holds the call's arrays
                 assert pool.used_bytes() == 0
                 pool.free_all_blocks()
-                limit += limit // 7 // 512 * 512  # why larger steps: a megabyte is thousands of units
+                limit += limit // 7 // 512 * 512  # larger steps, as a megabyte is thousands of units
         stream.synchronize()
         assert failed >= 2
         assert same_bits(result, expected)
@@ -98,7 +98,7 @@ def test_torch_memory_that_runs_out_costs_nothing_else() -> None:
     assert torch.equal(cuflash.forward(q, k, v, causal=True), expected)
 
 
-def test_a_call_that_is_refused_within_a_capture_leaves_the_capture_as_it_is(cupy: Any) -> None:
+def test_a_refused_call_within_a_capture_leaves_the_capture_intact(cupy: Any) -> None:
     dout, q, k, v, *_ = states()
     out, expected = cupy.zeros_like(q), cuflash.forward(q, k, v, causal=True)
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -114,9 +114,7 @@ def test_a_call_that_is_refused_within_a_capture_leaves_the_capture_as_it_is(cup
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_call_within_a_capture_that_has_failed_says_so_and_the_next_one_is_right(
-    cupy: Any, deterministic: bool
-) -> None:
+def test_a_call_in_a_failed_capture_raises_and_the_next_one_is_right(cupy: Any, deterministic: bool) -> None:
     arrays = states()
     call = gradients(deterministic)
     expected = call(*arrays)
@@ -124,7 +122,7 @@ def test_a_call_within_a_capture_that_has_failed_says_so_and_the_next_one_is_rig
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
-            stream.synchronize()  # which no capture may do, so that it is at its end
+            stream.synchronize()  # forbidden in a capture, which ends it
         with pytest.raises(Exception, match="CAPTURE_INVALIDATED"):
             call(*arrays)
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
@@ -136,8 +134,8 @@ def test_a_call_within_a_capture_that_has_failed_says_so_and_the_next_one_is_rig
         assert same_bits(result, expected)
 
 
-def test_arrays_that_are_freed_at_once_and_streams_that_change_lose_nothing(cupy: Any) -> None:
-    """Inputs are made on one stream, used on the next, and freed while that one still works."""
+def test_freed_arrays_and_changing_streams_give_right_results(cupy: Any) -> None:
+    """Inputs are computed on one stream, used on the next, and freed while that one still runs."""
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
     host, pool, results = states(), cupy.get_default_memory_pool(), []
     expected = [tuple(cupy.asnumpy(x) for x in CALLS["backward"](*(x * scale for x in host[:1]), *host[1:]))
@@ -151,7 +149,7 @@ def test_arrays_that_are_freed_at_once_and_streams_that_change_lose_nothing(cupy
         works.wait_event(makes.record())
         with works:
             results.append(CALLS["backward"](*(x.astype(y.dtype) for x, y in zip(arrays, host, strict=True))))
-        makes.wait_event(works.record())  # as CuPy asks of its users before memory goes back to the other stream
+        makes.wait_event(works.record())  # required by CuPy before memory goes back to the other stream
         del arrays
     cupy.cuda.Device().synchronize()
     for turn, gradients_found in enumerate(results):
@@ -190,7 +188,7 @@ os._exit(0)  # CuPy cannot free its arrays any more
 """
 
 
-def test_after_an_error_of_the_gpu_each_call_tells_it_and_none_hangs() -> None:
+def test_after_a_gpu_error_each_call_reports_it_and_none_hangs() -> None:
     assert "errors 3" in run_python("-c", BROKEN)
 
 

@@ -1,4 +1,4 @@
-"""Launches of one kernel, as the driver is asked for them."""
+"""Launches of one kernel: the driver calls that they make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuflash.runtime.structs import ParamBuffer
 
 
 class Config(ctypes.Structure):
-    """CUlaunchConfig, as cuda.h has it."""
+    """The struct CUlaunchConfig of cuda.h."""
 
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "smem")),

@@ -1,4 +1,4 @@
-"""Parameters of mods: strides, extents, and where pointers go."""
+"""Parameters of mods: strides, extents and word offsets of pointers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST = 5  # words of the struct before them
 
 
 def packed(**call: Any) -> tuple[Any, Any, Any, Any]:
-    """(problem, places, words, ints) of a call."""
+    """Packs the parameters of a call; returns (problem, places, words, ints)."""
     shape = (2, 300, 4, 64)
     problem = cuflash.plan(shape, shape, shape, dtype="bfloat16", device="cpu", **call).problem
     mod_spec = problem.op.mod_spec
@@ -42,7 +42,7 @@ def test_arrays_stand_one_after_the_other_with_their_strides_and_extents() -> No
     assert ints[2 * (second + 3) : 2 * (second + 4)].tolist() == [3, 10]
 
 
-def test_sinks_seed_and_the_share_that_is_kept() -> None:
+def test_sinks_seed_and_the_fraction_of_kept_weights() -> None:
     problem, places, words, ints = packed(sinks=(4,), dropout_p=0.25)
     index, share = problem.op.index, share_kept(0.25)
     assert places.plain == [(index["sinks"], FIRST), (index["dropout_seed"], FIRST + 2)]
@@ -51,7 +51,7 @@ def test_sinks_seed_and_the_share_that_is_kept() -> None:
     assert words.view(np.float32)[numbers + 3] == np.float32(65536 / share)
 
 
-def test_mask_tiles_that_are_given_have_strides_of_0_where_they_are_broadcast() -> None:
+def test_broadcast_mask_tiles_have_strides_of_0() -> None:
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q // 64 + h) % 2 == k // 64 % 2
 

@@ -1,4 +1,4 @@
-"""The workspace that launches on the default stream share: which of them, and what happens where there is no memory."""
+"""The workspace that launches on the default stream share: its users, and calls without memory for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def decoded() -> Any:
 
 
 def partial_out(gpus: Gpus) -> int:
-    """Where the latest launch of decoding keeps its states."""
+    """Returns the address of the states in the latest launch of decoding."""
     return STRUCTS["DecodeParams"].from_buffer_copy(gpus.launched[-1][1]).partial_out or 0  # type: ignore[attr-defined, no-any-return]
 
 
@@ -72,12 +72,12 @@ def test_a_workspace_that_is_larger_or_of_several_launches_is_not_shared(
         assert len(gpus.launched) > 1
 
 
-def test_what_tests_fill_with_nan_is_all_that_a_call_allocates(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nan_fill_covers_all_memory_that_a_call_allocates(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[tuple[int, ...]] = []
     runtime = SimpleNamespace(memsetAsync=lambda *args: filled.append(args))
     monkeypatch.setattr(sys.modules["cupy.cuda"], "runtime", runtime, raising=False)
     out, workspace = 32 * 128 * 2, cuflash.plan(*SHAPES, dtype="bfloat16", device="sm_90").workspace_bytes
-    for turn in range(2):  # what calls of before left is not taken, and nothing is left to those that come after
+    for turn in range(2):  # memory of earlier calls is not reused, and none is left to later calls
         decoded()
         assert not filled, turn
         with memory_of_nan(Recorded):
@@ -89,7 +89,7 @@ def test_what_tests_fill_with_nan_is_all_that_a_call_allocates(gpus: Gpus, monke
 
 
 @pytest.mark.gpu
-def test_gpu_memory_is_made_once_a_gpu_even_within_a_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_scratch_is_allocated_once_a_gpu_even_within_a_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "_scratch", {})
     stream = cupy.cuda.Stream(non_blocking=True)
     x = cupy.zeros(8, "f4")
@@ -110,7 +110,7 @@ def test_gpu_memory_is_made_once_a_gpu_even_within_a_capture(cupy: Any, monkeypa
 
 
 @pytest.mark.gpu
-def test_gpu_zeros_are_made_within_a_capture_and_are_there_for_other_streams(cupy: Any) -> None:
+def test_gpu_zeros_of_a_capture_are_ready_for_other_streams(cupy: Any) -> None:
     device_memory.zero.cache_clear()
     host = (ctypes.c_char * 16)()
     stream = cupy.cuda.Stream(non_blocking=True)

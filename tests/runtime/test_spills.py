@@ -36,7 +36,7 @@ NONE = SPILLS.replace("16", "0").replace("12", "0")
 
 @pytest.fixture
 def logs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the compiler says, in order, instead of compiling; each log is taken once."""
+    """Returns compiler logs that replace compilations, in order; each is used once."""
     said: list[str] = []
     monkeypatch.setattr(compiler, "compile_variant", lambda _: (b"cubin", said.pop(0)))
     return said
@@ -49,7 +49,7 @@ def test_a_kernel_of_hoppers_with_functions_mods_does_not_run_if_it_spills(
     other = make_plan(mod_problem(head_dim=128), DEVICES["sm_90"]).launches[0].variant
     logs[:] = [NONE, SPILLS]
     assert compiler.cubin(other) == b"cubin"
-    for _ in range(2):  # the second time, nothing is compiled
+    for _ in range(2):  # the second time without compiling
         with pytest.raises(compiler.SpilledError, match=hopper.name) as caught:
             compiler.cubin(hopper)
         assert caught.value.variant is hopper
@@ -105,5 +105,5 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
     assert len(set(tried)) == 3
     tried.clear()
     monkeypatch.setattr(calls, "plan", lambda *_: make_plan(call, DEVICES["sm_90"]))
-    with pytest.raises(compiler.SpilledError):  # and not for ever
+    with pytest.raises(compiler.SpilledError):  # planning ends
         calls._load_plan(call, 0)

@@ -1,4 +1,4 @@
-"""The structs of parameters: as CUDA has them, filled by name, with tensor maps that are made once."""
+"""The structs of parameters: equal to CUDA's, filled by name, with tensor maps that are encoded once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cuflash.runtime.structs import STRUCTS, ParamTemplate, size_of
 
 
 def fields_of(struct: type[Structure], prefix: str = "", begin: int = 0) -> Iterator[tuple[str, int, int]]:
-    """(field, offset, bytes) of every field of a struct, those of structs inside it too, as `a.b`."""
+    """Yields (field, offset, bytes) of every field of a struct, fields of structs inside it as `a.b`."""
     for field, kind in struct._fields_:  # type: ignore[misc]
         descriptor = getattr(struct, field)
         yield prefix + field, begin + descriptor.offset, descriptor.size
@@ -36,7 +36,7 @@ def fields_of(struct: type[Structure], prefix: str = "", begin: int = 0) -> Iter
 
 
 def claims(name: str, field: str, offset: int, size: int) -> list[str]:
-    # why: NVRTC has no offsetof; __INTADDR__ is what its front end makes of one, in every version.
+    # NVRTC has no offsetof, which its front end turns into __INTADDR__ in every version.
     member = f"(({name}*)0)->{field}"
     return [f"__INTADDR__(&{member}) == {offset}", f"sizeof({member}) == {size}"]
 
@@ -56,12 +56,12 @@ def test_every_kernel_has_a_struct_and_every_architecture_takes_it() -> None:
 
 
 def filled(plan: Plan, number: int = 0, pointers: tuple[int, ...] = (0,) * 16) -> Any:
-    """The parameters of a launch with these pointers, as their struct."""
+    """Returns the parameters of a launch with these pointers, as their struct."""
     launch = plan.launches[number]
     pytest.importorskip("cupy", reason="buffers are of CuPy's launches")
     buffer = ParamTemplate(plan.problem, launch, plan.workspace).pack(pointers)
     struct = STRUCTS[launch.variant.params].from_address(buffer.address)
-    struct.buffer = buffer  # whose memory it is
+    struct.buffer = buffer  # keeps its memory alive
     return struct
 
 
@@ -104,7 +104,7 @@ def test_pointers_and_parts_of_the_workspace_are_placed_by_name(arch: str, deter
                 assert getattr(struct, name) == expected.get(name), name
 
 
-def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
+def test_lengths_are_placed_by_name_with_the_layout_of_sequences() -> None:
     q, pages = ArraySpec.contiguous((50, 4, 64), "float16"), ArraySpec.contiguous((9, 16, 2, 64), "float16")
     bounds, used = ArraySpec.contiguous((4,), "int32"), ArraySpec.contiguous((3,), "int32")
     table = ArraySpec((3, 7), (20, 1), "int32", "cpu", "numpy")
@@ -166,17 +166,17 @@ POINTERS = 2**30, 2**31, 2**32, 2**33, 2**34
 
 
 def calls_of(driver: FakeDriver, name: str) -> list[Any]:
-    """(address, further arguments) of the driver's calls of one kind."""
+    """Returns (address, further arguments) of the driver's calls of one kind."""
     return [call for called, *call in driver.calls if called == name]
 
 
 def moves(driver: FakeDriver, struct: Structure) -> list[tuple[int, int]]:
-    """(byte in the struct, address) of the maps that were moved."""
+    """Returns (byte in the struct, address) of the moved maps."""
     begin = addressof(struct)
     return [(address - begin, pointer) for address, (pointer,) in calls_of(driver, "cuTensorMapReplaceAddress")]
 
 
-def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(driver: FakeDriver) -> None:
+def test_tensor_maps_of_the_operands_hold_the_visible_keys(driver: FakeDriver) -> None:
     problem = make_problem(dtype="float16", out_dtype="float32", **WINDOW)
     begin, end = problem.mask.key_range(0, 70)
     assert (begin, end) == (80, 180)
@@ -193,7 +193,7 @@ def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(driver: Fak
     assert boxes == (*((64, n, 1, 1) for n in rows), (32, 16, 1, 1))  # out of a warp, 128 bytes
 
 
-def test_a_tensor_map_is_made_once_and_moved_to_its_operand(driver: FakeDriver) -> None:
+def test_a_tensor_map_is_encoded_once_and_moved_to_its_operand(driver: FakeDriver) -> None:
     plan = make_plan(make_problem(**WINDOW), DEVICES["sm_90"])
     filled(plan, 0, POINTERS)
     driver.calls.clear()
@@ -215,7 +215,7 @@ def test_lse_has_tensor_maps_of_q_and_k_alone(driver: FakeDriver) -> None:
     assert [address for address, _ in moves(driver, struct)] == [0, 128]
 
 
-def test_gradients_have_tensor_maps_of_all_rows_and_what_is_read_of_those_that_see_or_are_seen(
+def test_gradients_have_maps_of_all_rows_and_inputs_of_visible_rows(
     driver: FakeDriver,
 ) -> None:
     more: dict[str, Any] = WINDOW | {"dims": (2, 170, 500, 4, 4), "diagonal_offset": -50}

@@ -1,4 +1,4 @@
-"""TMA descriptors: what the driver is asked for, and, on a GPU, that it takes it."""
+"""TMA descriptors: arguments of the driver's calls and, on a GPU, that it accepts them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def spec(shape: tuple[int, ...] = SHAPE, strides: Sequence[int] = DENSE, dtype: 
 
 
 def asked(driver: FakeDriver, array: ArraySpec, box: TmaBox) -> dict[str, Any]:
-    """The arguments of the one call, by the names of the driver's documentation."""
+    """Returns the arguments of the only call, by the names of the driver's documentation."""
     assert len(structs.encoded(array, box)) == MAP_BYTES
     ((name, *arguments),) = driver.calls
     driver.calls.clear()
@@ -36,22 +36,22 @@ def asked(driver: FakeDriver, array: ArraySpec, box: TmaBox) -> dict[str, Any]:
     return dict(zip(names, (arguments[0], *arguments[1]), strict=True))
 
 
-def test_a_descriptor_begins_at_its_first_row_or_as_many_rows_before_the_operand() -> None:
+def test_a_descriptor_begins_at_its_first_row_or_its_length_before() -> None:
     array = ArraySpec.contiguous((2, 300, 4, 64), "float16")
     row = 4 * 64 * 2
     assert first_byte(array, TmaBox(128, 0, 300)) == 0
     assert first_byte(array, TmaBox(128, 199, 300)) == 199 * row
-    assert first_byte(array, TmaBox(128, 199, 200)) == 199 * row  # of one row, whose own stride is not used
+    assert first_byte(array, TmaBox(128, 199, 200)) == 199 * row  # one row, whose stride is unused
     assert first_byte(array, TmaBox(128, 0, 300, varlen=True)) == -300 * row
     assert first_byte(ArraySpec.contiguous((2, 1, 4, 64), "float16"), TmaBox(128, 0, 1, varlen=True)) == -16
 
 
-def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver: FakeDriver) -> None:
+def test_dims_strides_and_boxes_begin_with_the_innermost_dimension(driver: FakeDriver) -> None:
     arguments = asked(driver, spec(strides=(80000, 260, 65, 1)), TmaBox(128, 0, 300))
     assert arguments["tensorMap"] % 64 == 0
     assert arguments["tensorRank"] == 4
     assert arguments["globalDim"] == (64, 300, 4, 2)  # dim, seqlen, heads, batch
-    assert arguments["globalStrides"] == (2 * 260, 2 * 65, 2 * 80000)  # in bytes, those of seqlen, heads, batch
+    assert arguments["globalStrides"] == (2 * 260, 2 * 65, 2 * 80000)  # bytes of seqlen, heads, batch
     assert arguments["boxDim"] == (64, 128, 1, 1)
     assert arguments["elementStrides"] == (1, 1, 1, 1)
     assert (arguments["interleave"], arguments["swizzle"], arguments["oobFill"]) == (0, 3, 0)  # 128 bytes, zeros
@@ -71,9 +71,7 @@ def test_a_box_is_128_bytes_wide_in_every_dtype(
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("stride", [0, -3, 5, 2**45])
-def test_the_stride_of_a_dimension_of_length_1_is_one_that_the_driver_takes(
-    driver: FakeDriver, axis: int, stride: int
-) -> None:
+def test_a_dimension_of_length_1_has_a_stride_that_the_driver_takes(driver: FakeDriver, axis: int, stride: int) -> None:
     shape, strides = list(SHAPE), list(DENSE)
     shape[axis], strides[axis] = 1, stride
     arguments = asked(driver, spec(tuple(shape), strides), TmaBox(16, 0, shape[1]))
@@ -82,7 +80,7 @@ def test_the_stride_of_a_dimension_of_length_1_is_one_that_the_driver_takes(
     assert list(arguments["globalStrides"]) == expected
 
 
-def test_of_some_rows_the_length_alone_is_told(driver: FakeDriver) -> None:
+def test_a_box_of_some_rows_changes_only_the_length(driver: FakeDriver) -> None:
     whole, part = (asked(driver, spec(), TmaBox(128, first, 300)) for first in (0, 7))
     assert part["globalDim"] == (64, 293, 4, 2)
     assert {name for name in whole if whole[name] != part[name]} <= {"globalDim", "tensorMap"}
@@ -93,13 +91,13 @@ def test_descriptors_are_moved_to_addresses_of_64_bits(driver: FakeDriver) -> No
     assert driver.argtypes["cuTensorMapReplaceAddress"] == (ctypes.c_void_p, ctypes.c_void_p)
 
 
-def test_what_the_driver_refuses_is_told_with_the_operand(driver: FakeDriver) -> None:
+def test_a_refused_descriptor_names_the_operand(driver: FakeDriver) -> None:
     driver.result = 1
     with pytest.raises(UnsupportedError, match=r"refuses.*float16\[2, 300, 4, 64\].*rows=128"):
         structs.encoded(spec(), TmaBox(128, 0, 300))
 
 
-def test_an_older_error_is_told_as_what_it_is(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_error_is_reported_as_itself(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_module, "function", lambda *_: lambda result, name: 1)
     driver.result = 700
     with pytest.raises(RuntimeError, match=r"a TMA descriptor of.*float16\[2, 300, 4, 64\].*CUDA error \(700\)"):

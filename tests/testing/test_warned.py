@@ -1,4 +1,4 @@
-"""Which warnings fail a test that takes them as errors."""
+"""Warnings that fail a test which takes them as errors."""
 
 from __future__ import annotations
 

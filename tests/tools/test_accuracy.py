@@ -1,4 +1,4 @@
-"""The report of errors, on NumPy arrays: what float64 says, what is too large, and what is written."""
+"""The report of errors, on NumPy arrays: exact results, limits, and the file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=("full", "causal"))
-def test_what_is_exact_is_what_the_oracle_says(case: Case) -> None:
+def test_exact_results_equal_the_oracles(case: Case) -> None:
     q, k, v, dout = ARRAYS.inputs("backward", case)
     np.testing.assert_allclose(
         accuracy.out(ARRAYS, case, (q, k, v))["out"], oracle.attention64(case, q, k, v)[0], atol=1e-13
@@ -41,7 +41,7 @@ def test_what_is_exact_is_what_the_oracle_says(case: Case) -> None:
 
 
 def contenders(op: str, factor: float) -> list[peers.Contender]:
-    """A peer, and ours with its last output multiplied by this."""
+    """Returns a peer, and ours with its last output multiplied by this factor."""
     (peer,) = (x for x in peers.find(ARRAYS)[0] if x.op == op)
     ours = peers.ours(op, ARRAYS, ("flash2",))[0]
 
@@ -60,7 +60,7 @@ def contenders(op: str, factor: float) -> list[peers.Contender]:
 @pytest.mark.parametrize("op", accuracy.OPS)
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda x: f"{x.case.causal}-{x.size:g}")
 @pytest.mark.parametrize(("factor", "is_bad"), [(1.0, False), (1.01, True), (np.nan, True)])
-def test_an_error_that_no_peer_has_is_told(op: str, setting: Setting, factor: float, is_bad: bool) -> None:
+def test_an_error_above_the_peers_is_reported(op: str, setting: Setting, factor: float, is_bad: bool) -> None:
     rows = accuracy.measured(ARRAYS, op, setting, contenders(op, factor))
     assert [row.ours for row in rows] == [True, False]
     assert max(rows[1].rms.values()) < 1e-3
@@ -80,7 +80,7 @@ def test_a_contender_that_does_not_run_is_a_gap_and_ours_must_run() -> None:
     assert accuracy.is_bad(rows, rows[0])
 
 
-def test_ratios_are_to_the_largest_or_the_smallest_error_of_the_same_problem() -> None:
+def test_ratios_are_over_the_largest_or_smallest_error_of_the_problem() -> None:
     def row(contender: str, setting: Setting, *errors: float) -> Errors:
         return Errors("backward", setting, contender, contender == "ours", dict(zip(("dq", "dk"), errors, strict=True)))
 
@@ -91,7 +91,7 @@ def test_ratios_are_to_the_largest_or_the_smallest_error_of_the_same_problem() -
 
 
 def test_each_printed_ratio_is_that_of_the_errors_printed_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of outputs whose largest ratios lie in others than their largest errors, and of peers without a number."""
+    """The largest ratios and the largest errors are in different outputs, and one peer has no number."""
 
     def row(contender: str, setting: Setting, *errors: float) -> Errors:
         op = "backward" if len(errors) > 1 else "forward"
@@ -148,7 +148,7 @@ def test_the_command_prints_and_writes_all_of_it(tmp_path: Path, capsys: pytest.
     assert (machine, [row.facts() for row in rows]) == (content["machine"], content["rows"])
 
 
-def test_what_is_no_file_of_errors_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_errors_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     other, picture = tmp_path / "other.json", str(tmp_path / "errors.png")
     other.write_text('{"rows": []}')
@@ -179,7 +179,7 @@ def test_more_is_allowed_only_where_the_largest_weight_is_not_exact(
 
 
 @pytest.mark.usefixtures("few")
-def test_what_cannot_be_written_is_told_before_anything_is_measured(
+def test_an_unwritable_file_is_refused_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(accuracy, "measured", lambda *_: pytest.fail("measured"))

@@ -1,4 +1,4 @@
-"""The benchmark on NumPy arrays: what it reports, and that a wrong result of either op is seen and not timed."""
+"""The benchmark on NumPy arrays: its report, and that wrong results of either op are detected and not timed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contenders(op: str) -> list[Contender]:
-    """Ours and the peer that is always there."""
+    """Returns ours and the peer that is always installed."""
     return peers.ours(op, ARRAYS, ("flash2", "flash1")) + [x for x in peers.find(ARRAYS)[0] if x.op == op]
 
 
 def spoiled(op: str, output: int, where: Any, factor: float) -> Contender:
-    """Ours, with a part of one of its outputs multiplied by a factor."""
+    """Returns ours with some rows of an output multiplied by a factor."""
     first = contenders(op)[0]
 
     def prepare(inputs: tuple[Any, ...], case: Case) -> Callable[[], Any]:
@@ -92,7 +92,7 @@ def test_samples_are_exact(cell: Case, chunk: int, monkeypatch: pytest.MonkeyPat
 
 @EVERY_OUTPUT
 @pytest.mark.parametrize("damage", [1.001, np.nan])
-def test_a_wrong_row_is_seen_in_every_output(op: str, output: int, damage: float) -> None:
+def test_a_wrong_row_is_detected_in_every_output(op: str, output: int, damage: float) -> None:
     contestants = [spoiled(op, output, np.s_[0, :, 0], damage), contenders(op)[-1]]
     rows = run.run_case(ARRAYS, CELLS[0], contestants, rounds=3)
     assert [row.wrong for row in rows] == [True, False]
@@ -131,12 +131,12 @@ def test_ratios_are_within_an_op() -> None:
     ]
 
 
-def test_a_file_that_cannot_be_written_any_more_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_any_more_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match="cannot be written"):
         table.write(tmp_path / "none" / "such", {"rows": []})
 
 
-def test_the_conditions_of_times_are_told() -> None:
+def test_the_conditions_of_times_are_printed() -> None:
     ours = contenders("forward")[0]
     plain = run.Row(CELLS[0], ours, wall=measure.Seconds(3.0, 0.01), state={"sm_clock_mhz": 1500.0, "power_w": 690.0})
     captured = replace(plain, graph=measure.Seconds(2.0, 0.05), state={"sm_clock_mhz": 1700.0, "power_w": 300.0})
@@ -174,7 +174,7 @@ def test_the_command_measures_the_ops_asked_for(
     (["--seqlens", "0"], "give whole numbers above 0"),
     (["--ops", "forward,sideways"], "'sideways': give some of forward, backward"),
 ])  # fmt: skip
-def test_bad_options_are_told_before_anything_is_measured(
+def test_bad_options_are_refused_before_measuring(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "bench", lambda *_: pytest.fail("measured"))

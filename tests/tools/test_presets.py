@@ -1,4 +1,4 @@
-"""The presets of the benchmark: their problems, samples of which are exact, and what is drawn and compared of them."""
+"""The presets of the benchmark: their problems, exact samples, pictures and comparisons."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_flex_attention_gets_the_same_functions(case: Case) -> None:
     np.testing.assert_allclose(expected.sum(1), 1.0)
 
 
-def test_a_peer_says_what_it_has_not() -> None:
+def test_a_peer_names_features_that_it_lacks() -> None:
     contenders = [peers.ours("forward", ARRAYS, ("flash2",))[0], peers.find(ARRAYS)[0][0]]
     ours, peer = run.run_case(ARRAYS, replace(GROUPED, softcap=2.0), contenders, rounds=3)
     assert ours.wall is not None
@@ -206,7 +206,7 @@ def test_ratios_are_of_times_of_one_kind() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-def test_gpu_calls_are_captured_and_their_memory_is_told(library: str) -> None:
+def test_gpu_calls_are_captured_and_their_memory_is_reported(library: str) -> None:
     pytest.importorskip(library)
     arrays = {"cupy": CupyArrays, "torch": TorchArrays}[library]()
     case = presets.square(1, 256, 2, 64, "float16", True)
@@ -262,7 +262,7 @@ def test_decode_takes_ops() -> None:
     assert {x.op for x in presets.decode(NumpyArrays(), Namespace(ops=None, dtype=None))} == {"forward"}
 
 
-def test_pictures_go_to_a_new_folder_or_the_command_ends_before_it_measures(
+def test_a_folder_for_pictures_is_created_or_refused_before_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert options_of_tools.folder(str(tmp_path / "new" / "folder")).is_dir()
@@ -281,7 +281,7 @@ def test_pictures_go_to_a_new_folder_or_the_command_ends_before_it_measures(
     (["--draw", __file__, "--json", "x.json"], "--draw goes with --pictures"),
     (["--draw", __file__], "--draw goes with --pictures FOLDER"),
 ])  # fmt: skip
-def test_what_does_not_go_together_is_told(
+def test_conflicting_options_and_empty_selections_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -289,7 +289,7 @@ def test_what_does_not_go_together_is_told(
     assert message in capsys.readouterr().err
 
 
-def test_files_that_the_benchmark_did_not_write_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_the_benchmark_did_not_write_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other, empty = tmp_path / "other.json", tmp_path / "empty.json"
     other.write_text("[1, 2]", "utf-8")
     empty.write_text('{"machine": {"gpus": [], "versions": {}}, "rows": []}', "utf-8")
@@ -334,7 +334,7 @@ def test_first_calls_of_peers_are_timed_after_their_forward(monkeypatch: pytest.
     assert startup.first_calls_of_peers(ARRAYS, ("forward",)).keys() == {"forward"}
 
 
-def test_first_calls_are_told_also_where_some_could_not_be_timed() -> None:
+def test_first_calls_are_reported_even_if_some_were_not_timed() -> None:
     ours = {"nvrtc": 0.01, "forward": {"d64": 1.5}}
     lines = table._startup({"cold": ours, "disk": ours, "failed": "no torch"})
     assert lines == {"NVRTC loaded": "10 ms", "forward d64, compiled": "1.50 s", "forward d64, from disk": "1500.0 ms",

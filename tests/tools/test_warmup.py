@@ -1,4 +1,4 @@
-"""`python -m cuflash warmup`: what it compiles, what it finds, and what it says. Needs NVRTC but no GPU."""
+"""`python -m cuflash warmup`: its kernels, cache and messages. Needs NVRTC but no GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = ("--ops", "forward,lse", "--dtypes", "float16", "--head-dims", "32", "--
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
-    """The variants that reach the compiler, which is fast here and refuses nothing."""
+    """Returns the variants that reach the compiler, which is a fast stand-in and accepts all."""
     variants: list[Variant] = []
 
     def compile_variant(variant: Variant) -> tuple[bytes, str]:
@@ -53,13 +53,13 @@ def run(*arguments: str) -> int:
 
 
 def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
-    """Every kernel in the plans of cases (op, dtype, head_dim, head_dim_v, arch), at sizes that are not warmup's.
+    """Returns all kernels in plans of cases (op, dtype, head_dim, head_dim_v, arch), at other sizes than warmup's.
 
-    Of forward also those of few queries, which share keys.
+    Forward has also calls with few queries, which split keys.
     """
     variants: set[Variant] = set()
     for op, dtype, head_dim, head_dim_v, arch in cases:
-        if op not in OPS or (op == "backward" and more.get("out_dtype")):  # which `cuflash.plan` does not know
+        if op not in OPS or (op == "backward" and more.get("out_dtype")):  # not supported by `cuflash.plan`
             plan = plan_of(op, dtype, head_dim, head_dim_v, DEVICES[arch], **more)
             assert plan is not None
             variants |= {launch.variant for launch in plan.launches}
@@ -95,7 +95,7 @@ def test_kernels_are_compiled_once_and_found_from_then_on(
     assert capsys.readouterr() == (f"3 kernels for sm_80: 3 were there; {cache_dir}\n", "")
 
 
-def test_a_damaged_kernel_is_compiled_again_and_the_summary_tells_it_from_what_was_there(
+def test_a_damaged_kernel_is_compiled_again_and_counted_as_compiled(
     cache_dir: Path, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*SMALL) == 0
@@ -111,13 +111,13 @@ def test_a_damaged_kernel_is_compiled_again_and_the_summary_tells_it_from_what_w
 
 
 def test_dtypes_head_dims_and_ops_are_all_combined(compiled: list[Variant]) -> None:
-    # Hopper's own kernels read neither keys of head dim 33 nor values of head dim 4.
+    # Hopper's kernels read neither keys of head dim 33 nor values of head dim 4.
     assert run("--dtypes", "bfloat16,float32", "--head-dims", "33,40,64x4,192x128", "--ops",
                "forward,lse,merge,append_kv", "--device", "sm_90") == 0  # fmt: skip
     dims = (33, 33), (40, 40), (64, 4), (192, 128)
     every = product(("forward", "lse", "merge", "append_kv"), ("bfloat16", "float32"), dims)
     assert set(compiled) == launched(*((op, dtype, *dims, "sm_90") for op, dtype, dims in every))
-    # merge and append_kv have one for all head dims, 40 in bfloat16 two of forward
+    # merge and append_kv have one kernel for all head dims; head dim 40 in bfloat16 has two of forward
     assert len(set(compiled)) == len(compiled) == 27
 
 
@@ -150,9 +150,7 @@ def test_algorithms_and_out_dtype_are_those_of_a_call(compiled: list[Variant]) -
 
 
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
-def test_all_kernels_of_backward_are_compiled_and_deterministic_adds_to_it_alone(
-    compiled: list[Variant], out_dtype: str | None
-) -> None:
+def test_deterministic_adds_kernels_to_backward_alone(compiled: list[Variant], out_dtype: str | None) -> None:
     case, options = ("float16", 64, 64, "sm_80"), {"out_dtype": out_dtype}
     expected = launched(("forward", *case), **options)
     more = "--ops", "forward,backward", "--head-dims", "64", *(() if out_dtype is None else ("--out-dtype", out_dtype))
@@ -163,7 +161,7 @@ def test_all_kernels_of_backward_are_compiled_and_deterministic_adds_to_it_alone
     assert len(compiled) == len(expected) == 7  # two of forward, one delta, and two kernels for each
 
 
-def test_what_has_no_kernel_is_one_line_and_the_rest_goes_on(
+def test_a_combination_without_a_kernel_is_one_line(
     compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*SMALL, "--head-dims", "32,600,600x32", "--ops", "lse") == 0
@@ -182,7 +180,7 @@ def test_nothing_to_compile_at_all_is_a_failure(capsys: pytest.CaptureFixture[st
     assert len(err.splitlines()) == 2
 
 
-def test_a_refused_kernel_is_told_in_full_and_the_rest_goes_on(
+def test_a_compile_error_is_printed_in_full_and_the_rest_goes_on(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def compile_variant(variant: Variant) -> tuple[bytes, str]:
@@ -200,7 +198,7 @@ def test_a_refused_kernel_is_told_in_full_and_the_rest_goes_on(
     assert [path.name.split("_")[0] for path in cache_dir.iterdir()] == ["lse"]
 
 
-def test_an_architecture_that_nvrtc_does_not_know_is_a_failure_told_once(
+def test_an_architecture_unknown_to_nvrtc_is_one_failure(
     monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from cupy.cuda import nvrtc
@@ -213,7 +211,7 @@ def test_an_architecture_that_nvrtc_does_not_know_is_a_failure_told_once(
     assert not compiled
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_compiled(
+def test_an_unwritable_folder_is_refused_before_compiling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
@@ -310,7 +308,7 @@ def test_as_many_are_compiled_at_once_as_asked_for(jobs: int, monkeypatch: pytes
         with lock:
             running += 1
             most = max(most, running)
-        both.wait(timeout=600)  # breaks, and fails the test, unless that many are inside
+        both.wait(timeout=600)  # fails the test unless that many are inside
         with lock:
             running -= 1
         return b"\x7fELF", ""
@@ -346,7 +344,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_person_sees_a_bar_and_a_log_does_not(
+def test_a_terminal_shows_a_bar_and_a_log_does_not(
     monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -382,7 +380,7 @@ def test_bad_options_are_refused_by_name(
     name: str, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, words = BAD[name]
-    options = [f"{arguments[0]}={arguments[1]}"]  # why: "-8" would be an option of its own
+    options = [f"{arguments[0]}={arguments[1]}"]  # "-8" alone would be an option
     with pytest.raises(SystemExit) as caught:
         run(*SMALL, *options)
     assert caught.value.code == 2

@@ -1,8 +1,8 @@
-"""Errors of our kernels and of the peers found on this machine, against float64, on the same inputs.
+"""Errors of cuflash and of the peers on this machine, against float64, on the same inputs.
 
-By dtype, head dim, length and size of the scores, forward and backward. It exits with 1 if an error of ours is larger
-than the largest of the peers' times what is allowed: 1.1 for most rows, see `allowed`. Without a GPU it measures the
-NumPy path, in small problems.
+Rows are dtypes, head dims, lengths and sizes of the scores, forward and backward. It exits with 1 if an error of
+cuflash exceeds the largest error of the peers times a limit: 1.1 for most rows, see `allowed`. Without a GPU it
+measures the NumPy path, in small problems.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from .report import Errors, Setting
 OPS = tuple(check.OUTPUTS)
 LENGTHS = (512, 4096, 32768, 131072)
 SIZES = (1.0, 3.0, 10.0, 100.0, 1000.0, 10000.0)  # standard deviations of the scores
-MIDDLE = 4096  # the length at which scores of all sizes are measured
-TOKENS = 1 << 16  # rows of a problem, up to MOST_HEADS heads of them: a mean of so many errors repeats to a percent
+MIDDLE = 4096  # length at which scores of all sizes are measured
+TOKENS = 1 << 16  # rows of a problem, in up to MOST_HEADS heads: their mean error repeats to a percent
 MOST_HEADS = 16
 CHUNK = 1 << 27  # float64 scores in memory at once: 1 GiB
-# Of ours to the largest of the peers'. float32 is three products of TF32, held to four times the error of float32.
+# Limits of our error over the peers' largest. float32 is three products of TF32, held to four times float32's error.
 ALLOWED = {"bfloat16": 1.1, "float16": 1.1, "float32": 4.0}
-# In 16 bits, of scores so large that float32 holds their exponents to 2^-8 alone, where no peer scales them as we do:
-# those of PyTorch subtract the maximum first, so that the largest weight is 1 all the same.
+# In 16 bits, for scores so large that float32 holds their exponents only to 2^-8, without the peer that scales scores
+# as we do. PyTorch's kernels subtract the maximum first, so that their largest weight is exactly 1.
 LARGE, ALLOWED_OF_LARGE, SCALES_AS_WE_DO = 1000.0, 8.0, "FlashAttention-4"
-# In 16 bits, of out where scores are of sizes between these: the largest weight is most of what errs, and it is seldom
-# exact, because rows of such scores keep the maximum of their first keys (L42).
+# In 16 bits, for out where scores have sizes between these. The largest weight dominates the error, and it is seldom
+# exact, because rows of such scores keep the maximum of their first keys (stale maximum, L42).
 BETWEEN, ALLOWED_BETWEEN = (1.0, 10.0), 1.3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     add = parser.add_argument
-    add("--quick", action="store_true", help="head dim 128 alone, up to 4k keys")
+    add("--quick", action="store_true", help="only head dim 128, up to 4k keys")
     add("--json", type=arguments.output, metavar="FILE", help="write all errors to FILE")
-    add("--picture", type=arguments.output, metavar="FILE", help="draw them; needs matplotlib")
-    add("--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --picture; measure nothing")
+    add("--picture", type=arguments.output, metavar="FILE", help="draw the errors into FILE; needs matplotlib")
+    add("--draw", type=arguments.existing, metavar="FILE", help="draw a file of --json into --picture; measure nothing")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures, prints and writes the errors; returns 1 if one of ours is too large or NaN, or was not found."""
+    """Measures, prints and writes the errors; returns 1 if one of ours is too large, NaN or missing."""
     if options.draw and (options.json or not options.picture):
         raise ProblemError("--draw measures nothing: give it --picture, the file to draw into, and no --json")
-    draw = pictures.accuracy() if options.picture else None  # why first: it says at once what is not installed
+    draw = pictures.accuracy() if options.picture else None  # first, to report a missing package at once
     if options.draw and draw:
         machine, rows = read(options.draw)
         draw(rows, info.line(machine), options.picture)
@@ -80,14 +80,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Errors]]:
-    """The machine and the errors in a file that the command wrote."""
+    """Reads the machine and the errors from a file that the command wrote."""
     content, rows = table.read(path, "accuracy", lambda content: [Errors.of_facts(facts) for facts in content["rows"]])
     return content["machine"], rows
 
 
 def settings(arrays: NumpyArrays, quick: bool) -> Iterator[Setting]:
-    """All problems: lengths without a mask and causal, then sizes of the scores, for each dtype and head dim."""
-    # why torch: float64 scores of 128k keys take seconds by its products on the GPU, and hours on the host.
+    """Yields all problems for each dtype and head dim: lengths without a mask and causal, then sizes of the scores."""
+    # Large ones need torch: float64 scores of 128k keys take seconds on the GPU, and hours on the host.
     is_large = isinstance(arrays, TorchArrays)
     dtypes = ("bfloat16", "float16", "float32") if arrays.on_gpu else ("float32",)
     middle = MIDDLE if is_large else 512
@@ -95,7 +95,7 @@ def settings(arrays: NumpyArrays, quick: bool) -> Iterator[Setting]:
     for dtype in dtypes:
         for head_dim in (64, 128, 256) if is_large and not quick else (128,):
             for causal in (False, True):
-                # why: the peers of float32 have whole score matrices in memory, or take minutes.
+                # Peers of float32 hold whole score matrices in memory, or take minutes.
                 for seqlen in (x for x in lengths if dtype != "float32" or x <= middle):
                     yield _setting(seqlen, head_dim, dtype, causal, 1.0)
             for size in SIZES[1:]:
@@ -108,7 +108,7 @@ def _setting(seqlen: int, head_dim: int, dtype: str, causal: bool, size: float) 
 
 
 def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[peers.Contender]) -> list[Errors]:
-    """The errors of each contender."""
+    """Measures the errors of each contender."""
     case = setting.case
     q, *rest = arrays.inputs(op, case)
     inputs = q * setting.size if setting.size != 1.0 else q, *rest
@@ -120,7 +120,7 @@ def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[pe
             with run.scope():
                 outputs = check.outputs(op, run.calls[0]())
             arrays.synchronize()
-        except Exception as error:  # why: a peer that does not run here leaves a gap, not more
+        except Exception as error:  # a peer that does not run here only leaves a gap
             row.note = measure.reason(error)
             continue
         for name, expected in exact.items():
@@ -134,7 +134,7 @@ def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[pe
 
 
 def out(arrays: NumpyArrays, case: Case, inputs: Inputs) -> dict[str, Any]:
-    """The exact output of forward, in float64."""
+    """Returns the exact output of forward, in float64."""
     exact, (q, k, v) = check.Exact(arrays, case), map(arrays.wide, inputs)
     result = arrays.xp.zeros_like(q)
     for block, rows in _blocks(case):
@@ -144,7 +144,7 @@ def out(arrays: NumpyArrays, case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def gradients(arrays: NumpyArrays, case: Case, inputs: Inputs) -> dict[str, Any]:
-    """The exact gradients, in float64."""
+    """Returns the exact gradients, in float64."""
     exact, (q, k, v, dout) = check.Exact(arrays, case), map(arrays.wide, inputs)
     dq, dk, dv = (arrays.xp.zeros_like(x) for x in (q, k, v))
     for block, rows in _blocks(case):
@@ -160,7 +160,7 @@ def gradients(arrays: NumpyArrays, case: Case, inputs: Inputs) -> dict[str, Any]
 
 
 def _blocks(case: Case) -> Iterator[tuple[int, slice]]:
-    """Each head with so many rows that their scores fit into memory."""
+    """Yields each head with chunks of rows whose scores fit into memory."""
     step = max(1, CHUNK // 5 // case.seqlen_k)
     for head in range(case.heads_q):
         for begin in range(0, case.seqlen_q, step):
@@ -168,9 +168,9 @@ def _blocks(case: Case) -> Iterator[tuple[int, slice]]:
 
 
 def ratio(rows: list[Errors], row: Errors, statistic: Callable[[list[float]], float]) -> float:
-    """The error of a row to the largest (`max`) or the smallest (`min`) of the peers' on the same problem.
+    """Returns a row's error over the largest (`max`) or smallest (`min`) error of its peers on the same problem.
 
-    Of several outputs, the largest ratio; NaN where the row has no number, and 0 where there is no peer.
+    Returns the largest ratio of all outputs, NaN if the row has no number, and 0 without a peer.
     """
     return float(np.max([0.0, *(ratio_of_output(rows, row, name, statistic) or 0.0 for name in row.rms)]))
 
@@ -178,7 +178,7 @@ def ratio(rows: list[Errors], row: Errors, statistic: Callable[[list[float]], fl
 def ratio_of_output(
     rows: list[Errors], row: Errors, name: str, statistic: Callable[[list[float]], float]
 ) -> float | None:
-    """`ratio` of one output alone; None where no peer has a number for it."""
+    """Returns the `ratio` of one output; None if no peer has a number for it."""
     if not np.isfinite(row.rms[name]):
         return float("nan")
     theirs = [x.rms[name] for x in _peers(rows, row) if np.isfinite(x.rms[name])]
@@ -186,12 +186,12 @@ def ratio_of_output(
 
 
 def is_bad(rows: list[Errors], row: Errors) -> bool:
-    """Returns whether a row of ours has no number, or one that is too large."""
+    """Returns True if a row of ours has no number, or one that is too large."""
     return bool(row.note) or not ratio(rows, row, max) <= allowed(rows, row)
 
 
 def allowed(rows: list[Errors], row: Errors) -> float:
-    """The largest ratio of an error of ours to the largest of the peers' that is allowed."""
+    """Returns the limit of our error over the largest error of the peers."""
     dtype, size = row.setting.case.dtype, row.setting.size
     if dtype != "float32":
         if size > LARGE and all(peer.contender != SCALES_AS_WE_DO for peer in _peers(rows, row)):
@@ -202,12 +202,12 @@ def allowed(rows: list[Errors], row: Errors) -> float:
 
 
 def _peers(rows: list[Errors], row: Errors) -> list[Errors]:
-    """The rows of others on the same problem that have numbers."""
+    """Returns the peers' rows with numbers on the same problem."""
     return [x for x in rows if (x.op, x.setting) == (row.op, row.setting) and not x.ours and x.rms]
 
 
 def _line(rows: list[Errors]) -> str:
-    """The line that is printed of a problem as soon as it is measured."""
+    """Returns the line to print as soon as a problem is measured."""
     columns = (f"{row.contender} {_text(row)}" for row in rows)
     return f"{rows[0].op} {rows[0].setting.case.name}: {', '.join(columns)}"
 
@@ -229,8 +229,8 @@ def _show(machine: dict[str, Any], rows: list[Errors], missing: dict[str, str]) 
             by_contender = {row.contender: row for row in of_op if row.setting == setting}
             case, ours = setting.case, next(row for row in by_contender.values() if row.ours)
             problem = case.dtype, case.head_dim, "causal" if case.causal else "full", case.seqlen_q, f"{setting.size:g}"
-            # why a line for each output: the two ratios may be largest in two of them, and neither need have the
-            # largest error.
+            # A line for each output: the two ratios may be largest in different outputs, and neither in the output
+            # with the largest error.
             for output in dict.fromkeys(output for row in by_contender.values() for output in row.rms):
                 errors = (by_contender[name].rms if name in by_contender else {} for name in names)
                 columns = (f"{each[output]:.3e}" if output in each else "–" for each in errors)

@@ -1,4 +1,4 @@
-"""Checks results: sampled rows against float64, and the whole result against one that is already known to be right."""
+"""Checks of results: sampled rows against float64, and whole results against one that has been checked."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Indices = NDArray[np.int64]
 
 OUTPUTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 # The largest |error| / |row| of a row in the Euclidean norm. Rounding p and out to a 16-bit dtype of unit roundoff u
-# costs about 0.7 u, in gradients up to 1.2 u; 4 u also allows other orders of summation. A float32 result that was
-# computed in plain TF32 (3e-4) does not pass.
+# costs about 0.7 u, in gradients up to 1.2 u; 4 u also allows other orders of summation. A float32 result computed in
+# plain TF32 (3e-4) does not pass.
 MAX_ERROR = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11, "float32": 1e-4, "float64": 1e-12}
-LEAST_NORM = 0.1  # of that of the largest sampled row
+LEAST_NORM = 0.1  # fraction of the norm of the largest sampled row
 CHUNK = 1 << 23  # float64 scores of a head in memory at once: 64 MiB
 
 
@@ -34,12 +34,12 @@ class Sample(NamedTuple):
 
 
 def outputs(op: str, result: Any) -> dict[str, Any]:
-    """The outputs of an op by name."""
+    """Returns the outputs of an op by name."""
     return dict(zip(OUTPUTS[op], result if isinstance(result, tuple) else (result,), strict=True))
 
 
 def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int = 0) -> list[Sample]:
-    """Exact values of a few rows of two heads in every output: of q, and of k and v those of their groups."""
+    """Computes exact values of a few rows of two heads in every output; heads of k and v stand for their groups."""
     rng = np.random.default_rng(seed)
     exact, group = Exact(arrays, case), case.heads_q // case.heads_kv
     samples = []
@@ -61,19 +61,19 @@ def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int =
 
 
 def error(arrays: NumpyArrays, outputs: dict[str, Any], samples: list[Sample]) -> tuple[str, float]:
-    """The output with the largest relative error of a sampled row, and that error; NaN counts as the largest."""
+    """Returns the output with the largest relative error of a sampled row, and the error; NaN counts as largest."""
     largest = dict.fromkeys(outputs, 0.0)
     for output, batch, head, rows, exact in samples:
         difference = np.linalg.norm(arrays.host(arrays.head(outputs[output], batch, head))[rows] - exact, axis=1)
         norms = np.linalg.norm(exact, axis=1)
-        # why: gradients of rows that see few keys may cancel to nearly nothing, beside which any rounding looks large.
+        # Gradients of rows with few visible keys may cancel to nearly 0, beside which any rounding looks large.
         norms = np.maximum(norms, LEAST_NORM * norms.max())
         largest[output] = float(np.maximum(largest[output], (difference / norms).max()))
     return _worst(largest)
 
 
 def distance(arrays: NumpyArrays, outputs: dict[str, Any], reference: dict[str, Any]) -> tuple[str, float]:
-    """The output with the largest |found - reference| / |reference| in the Euclidean norm, and that distance."""
+    """Returns the output with the largest |output - reference| / |reference| (Euclidean norm), and this distance."""
     return _worst({output: arrays.distance(outputs[output], reference[output]) for output in outputs})
 
 
@@ -83,7 +83,7 @@ def _worst(errors: dict[str, float]) -> tuple[str, float]:
 
 
 class Exact:
-    """A problem, with score_mod or mask_mod that it may have, in float64, by the library of `arrays`."""
+    """A problem in float64, with its score_mod or mask_mod if any, computed by the library of `arrays`."""
 
     def __init__(self, arrays: NumpyArrays, case: Case) -> None:
         def put(x: NDArray[Any]) -> Any:
@@ -93,9 +93,9 @@ class Exact:
         self.functions = case.functions(put) if isinstance(case, ModCase) else None
 
     def weights(self, head: int, q: Any, k: Any, rows: Indices) -> tuple[Any, Any, slice]:
-        """Softmax weights of these rows, which ascend, for the keys of a slice, and the slopes of their capped scores.
+        """Returns softmax weights of ascending rows, slopes of their capped scores (1 without a cap), and a slice.
 
-        None of the rows sees a key outside of the slice. The slope is 1 without a cap.
+        The slice of keys holds all keys that the rows see.
         """
         xp, problem = self.xp, self.problem
         part = slice(*problem.mask.key_range(int(rows[0]), int(rows[-1]) + 1))
@@ -117,7 +117,7 @@ class Exact:
 
 
 def _some(rng: np.random.Generator, begin: int, end: int, always: int) -> Indices:
-    """A few numbers of a range, and one that is always among them, in their order."""
+    """Draws a few numbers from a range; returns them with `always`, sorted."""
     return np.unique(np.append(rng.integers(begin, end, 6), always))
 
 
@@ -130,7 +130,7 @@ def _out(exact: Exact, rng: np.random.Generator, head: int, q: Any, k: Any, v: A
 
 def _dq(exact: Exact, rng: np.random.Generator, head: int, q: Any, dout: Any, k: Any, v: Any) -> tuple[Indices, Any]:
     end = exact.problem.seqlen_q
-    rows = _some(rng, end // 2, end, end - 1)  # why late ones: under a causal mask the others see few keys
+    rows = _some(rng, end // 2, end, end - 1)  # late rows, as early ones see few keys under a causal mask
     p, slope, part = exact.weights(head, q, k, rows)
     dp = dout[exact.put(rows)] @ v[part].T
     return rows, p * (dp - (p * dp).sum(axis=1, keepdims=True)) * slope @ k[part] * exact.problem.softmax_scale
@@ -139,7 +139,7 @@ def _dq(exact: Exact, rng: np.random.Generator, head: int, q: Any, dout: Any, k:
 def _dkdv(
     exact: Exact, rng: np.random.Generator, first: int, of_group: list[tuple[Any, Any]], k: Any, v: Any
 ) -> tuple[Indices, Any, Any]:
-    """dk and dv of early keys, which many queries see. Each needs a column of weights, and so all rows."""
+    """Computes dk and dv of early keys, which many queries see. Each needs a column of weights, and so all rows."""
     problem = exact.problem
     seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
     keys = _some(rng, 0, -(-seqlen_k // 2), 0)

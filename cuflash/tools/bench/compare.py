@@ -1,4 +1,4 @@
-"""Two files that the benchmark wrote, beside each other."""
+"""Comparison of two files that the benchmark wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import table
 
 
 def show(old: Path, new: Path) -> int:
-    """Prints the times of both on the problems that both have, and how many times as fast the new one is; returns 0."""
+    """Prints times on the problems of both files, and how many times as fast the new file is; returns 0."""
     files = read(old), read(new)
     before, after = map(_timed, files)
     both = [key for key in before if key in after]
@@ -27,7 +27,7 @@ def show(old: Path, new: Path) -> int:
     ratios: dict[str, list[float]] = {}
     for key in both:
         op, name, contender = key
-        kind = "graph" if before[key]["graph"] and after[key]["graph"] else "wall"  # why: the two differ by the host
+        kind = "graph" if before[key]["graph"] and after[key]["graph"] else "wall"  # the kinds differ by host time
         seconds = [row[kind]["median"] for row in (before[key], after[key])]
         ratio = seconds[0] / seconds[1]
         ratios.setdefault(f"{op}, {contender}", []).append(ratio)
@@ -47,6 +47,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _timed(content: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The rows that have times, by op, problem and contender."""
+    """Returns the rows with times, by op, problem and contender."""
     rows = [row for row in content["rows"] if row["wall"] or row["graph"]]
     return {(row["op"], row["name"], row["contender"]): row for row in rows}

@@ -1,4 +1,4 @@
-"""Measures how long calls take: contenders take turns on the same inputs, and the median of all turns counts."""
+"""Timing of calls: contenders take turns on the same inputs, and the median of all turns counts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 from ...testing.arrays import CupyArrays, NumpyArrays
 
-WARM_UP_SECONDS = 0.1  # of all contenders together, after which it is known how long each takes
-READING_SECONDS = 2.5e-4  # what is read at once is at least this long, so that a launch does not count
-# A contender's turn is this long, and only its second half counts. why: a GPU's clocks are then those that it has
-# by itself. One that needs the most power has higher ones right after others (L1), and would seem faster than it is.
+WARM_UP_SECONDS = 0.1  # of all contenders together, to estimate the time of each
+READING_SECONDS = 2.5e-4  # shortest reading, so that the time of a launch does not count
+# Length of a contender's turn. Only the second half counts: by then a GPU's clocks no longer depend on the contender
+# before (L1). A contender that needs the most power has higher clocks right after others, and would seem too fast.
 TURN_SECONDS = 0.1
-CONTENDER_SECONDS = 3.0  # the most seconds that a contender's turns take in one cell
-STARTUP_SECONDS = 300  # after which a process that makes first calls is ended
+CONTENDER_SECONDS = 3.0  # limit of a contender's turns on one problem
+STARTUP_SECONDS = 300  # limit of a process that makes first calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Run:
 
 
 class Seconds(NamedTuple):
-    """The median of several readings, and how far apart their quartiles are, to the median."""
+    """The median of several readings, and the distance of their quartiles over the median."""
 
     median: float
     spread: float
 
     @classmethod
     def from_readings(cls, readings: list[float]) -> Seconds:
-        """Returns the median and the spread of these readings."""
+        """Computes the median and the spread of readings."""
         low, middle, high = quantiles(readings, n=4, method="inclusive")
         return cls(middle, (high - low) / middle)
 
@@ -57,7 +57,7 @@ class Seconds(NamedTuple):
 def seconds_per_call(
     arrays: NumpyArrays, prepared: Mapping[str, Callable[[], Run]], rounds: int
 ) -> tuple[dict[str, Seconds], dict[str, str]]:
-    """Seconds per call of each contender, and why others have none; each has one turn in every round."""
+    """Measures seconds per call of each contender, with one turn in every round; also returns reasons for gaps."""
     spans: dict[str, Callable[[], Callable[[], float]]] = {}
     repeats: dict[str, int] = {}
     reasons: dict[str, str] = {}
@@ -65,8 +65,8 @@ def seconds_per_call(
         try:
             run = prepare()
             _span(arrays, run, 1)()
-            seconds = _span(arrays, run, 1)()  # why again: what a call costs once everything is loaded
-        except Exception as error:  # why: what cannot be repeated here must not end the others
+            seconds = _span(arrays, run, 1)()  # the second call, once everything is loaded
+        except Exception as error:  # a contender that fails must not end the others
             reasons[name] = reason(error)
             continue
         repeats[name] = repeats_for(seconds) if arrays.on_gpu else 1
@@ -81,14 +81,14 @@ def seconds_in_graphs(
     rounds: int,
     watch: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Seconds], dict[str, str]]:
-    """Seconds per call by replays of CUDA graphs, without time of the host; and why others cannot be captured.
+    """Measures seconds per call by replays of CUDA graphs, without host time; also returns reasons for gaps.
 
-    about: seconds of a call. All graphs have so many calls that those of the fastest take READING_SECONDS, as what is
-    between two launches counts for all alike. watch: called right after all is enqueued.
+    about: seconds of a call. All graphs have the same number of calls, which take the fastest READING_SECONDS: the gap
+    between two launches then counts alike for all. watch: called right after all work is enqueued.
     """
 
     def begin(graph: Callable[[], None]) -> Callable[[], float]:
-        # why: as triton's do_bench does it. To write takes less power than a call, and the clocks follow the power.
+        # As in triton's do_bench. Writing takes less power than a call, and the clocks follow the power.
         arrays.overwrite_l2()
         return arrays.span(graph)
 
@@ -108,19 +108,19 @@ def seconds_in_graphs(
 
         try:
             spans[name] = partial(begin, arrays.captured(work))
-        except Exception as error:  # why: what cannot be captured has only the other time
+        except Exception as error:  # a call that cannot be captured has only its wall time
             reasons[name] = reason(error)
     return _in_turns(spans, dict.fromkeys(spans, times), rounds, watch), reasons
 
 
 def reason(error: Exception, *, whole: bool = False) -> str:
-    """The text of an error, or its first line."""
+    """Returns the first line of an error's text, or the whole text."""
     text = str(error).strip() or type(error).__name__
     return text if whole else text.splitlines()[0][:120]
 
 
 def repeats_for(seconds: float) -> int:
-    """The number of calls that take READING_SECONDS."""
+    """Returns the number of calls that take READING_SECONDS."""
     return min(64, _times_in(READING_SECONDS, seconds))
 
 
@@ -134,7 +134,7 @@ def _in_turns(
     rounds: int,
     watch: Callable[[], None] = lambda: None,
 ) -> dict[str, Seconds]:
-    """Seconds of one of the calls of each span, in so many rounds at most."""
+    """Measures seconds of one call of each span, in so many rounds at most."""
     if not spans:
         return {}
     started = time.perf_counter()
@@ -146,7 +146,7 @@ def _in_turns(
     repeats = {name: _times_in(TURN_SECONDS, x) for name, x in seconds.items()}
     longest = max(seconds[name] * repeats[name] for name in spans)
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / longest)))
-    # why another order in every round: L1
+    # Another order in every round, as the contender before changes the GPU's clocks (L1).
     shuffled = random.Random(0)
     orders = [shuffled.sample(list(spans), len(spans)) for _ in range(rounds)]
     turns = [{name: [spans[name]() for _ in range(repeats[name])] for name in order} for order in orders]
@@ -156,13 +156,13 @@ def _in_turns(
 
 
 def _span(arrays: NumpyArrays, run: Run, repeats: int) -> Callable[[], float]:
-    """Enqueues the calls; the returned function waits for them and gives the seconds."""
+    """Enqueues the calls; returns a function that waits for them and returns the seconds."""
     with run.scope():
         return arrays.span(partial(run.repeat, repeats))
 
 
 def host_seconds(arrays: NumpyArrays, run: Run, calls: int = 200, rounds: int = 15) -> float:
-    """Median seconds to enqueue one call. The GPU must need less per call, or waits for a full queue would be timed."""
+    """Measures median seconds to enqueue a call. The GPU must need less per call, else waits for its queue count."""
     timings = []
     with run.scope():
         for _ in range(rounds + 3):
@@ -175,10 +175,10 @@ def host_seconds(arrays: NumpyArrays, run: Run, calls: int = 200, rounds: int = 
 
 
 def startup(ops: Iterable[str]) -> dict[str, Any]:
-    """Seconds of first calls in a fresh process: "cold" with an empty cache folder, then "disk" with the filled one.
+    """Measures seconds of first calls in fresh processes: "cold" with an empty cache folder, "disk" with a filled one.
 
-    "peers": those of the peers, in one more. "failed": what a process said that could not. Caches of NVRTC and of
-    FlashAttention-4 are turned off, because otherwise only the first run on a machine would be cold.
+    "peers": first calls of the peers, in a third process. "failed": the message of a process that failed. Caches of
+    NVRTC and of FlashAttention-4 are turned off, because otherwise only the first run on a machine would be cold.
     """
     timings: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="cuflash-bench-") as folder:
@@ -192,7 +192,7 @@ def startup(ops: Iterable[str]) -> dict[str, Any]:
                 )
                 if done.returncode:
                     return timings | {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-                timings[name] = json.loads(done.stdout.splitlines()[-1])  # why the last: peers print, too
+                timings[name] = json.loads(done.stdout.splitlines()[-1])  # the last line, as peers print, too
             except (ValueError, IndexError, subprocess.TimeoutExpired) as error:
                 return timings | {"failed": f"{name}: {reason(error)}"}
     return timings

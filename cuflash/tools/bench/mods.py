@@ -1,7 +1,7 @@
-"""Problems whose masks or scores are functions: ours take them, and PyTorch's flex_attention does.
+"""Problems with score_mod or mask_mod, for cuflash and PyTorch's flex_attention.
 
-One function serves all: its indices are scalars that are traced, tensors of one element, or arrays, of which float64
-makes the exact results. What it loads is an array of the library of the call.
+One function serves all: its indices are traced scalars, tensors of one element, or arrays for the exact results in
+float64. It loads from arrays of the call's library.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ... import mods
 from ...ops.block_mask import create_block_mask
 from ...testing.cases import Case
 
-Put = Callable[[NDArray[Any]], Any]  # makes an array of a library
+Put = Callable[[NDArray[Any]], Any]  # converts to an array of a library
 CHUNK = 1 << 26  # pairs of query and key at a time
 
 
 class Functions(NamedTuple):
-    """score_mod(score, b, h, q_idx, k_idx) adds to the score; mask_mod(b, h, q_idx, k_idx) shows the key. Or None."""
+    """A score_mod(score, b, h, q_idx, k_idx) and a mask_mod(b, h, q_idx, k_idx), or None for each."""
 
     score_mod: Any = None
     mask_mod: Any = None
@@ -31,16 +31,16 @@ class Functions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModCase(Case):
-    """A problem with the functions of this name, beside what a `Case` has."""
+    """A `Case` with the functions of a name."""
 
     mods: str = ""
 
     def functions(self, put: Put) -> Functions:
-        """The functions, with what they load in the library of `put`."""
+        """Returns the functions; their arrays are of the library of `put`."""
         return FUNCTIONS[self.mods](put, self)
 
     def keywords(self, q: Any, put: Put) -> dict[str, Any]:
-        """Keywords of our calls on arrays like q. A block mask is made once, as one is for all layers of a model."""
+        """Returns keywords of our calls on arrays like q; a block mask is created once, as for a model's layers."""
         functions = READY_MADE[self.mods](put, self) if self.mods in READY_MADE else self.functions(put)._asdict()
         if (mask_mod := functions.pop("mask_mod", None)) is not None:
             functions["block_mask"] = create_block_mask(mask_mod, 1, 1, self.seqlen_q, self.seqlen_k, like=q)
@@ -57,7 +57,7 @@ def _documents(put: Put, case: Case) -> Functions:
 
 
 def _bounds(case: Case) -> NDArray[np.int32]:
-    """The begins of four documents, and the end of the last."""
+    """Returns the begins of four documents, and the end of the last."""
     n = case.seqlen_k
     return np.array([0, n // 8, n // 2, 3 * n // 4, n], "int32")
 
@@ -93,7 +93,7 @@ FUNCTIONS: dict[str, Callable[[Put, Case], Functions]] = {
     "window and global keys": _global_window,
     "ALiBi": _alibi,
 }
-# How our calls say the same where there is something ready-made.
+# Equivalent arguments of our calls, where `cuflash.mods` has a function for them.
 READY_MADE: dict[str, Callable[[Put, Case], dict[str, Any]]] = {
     "documents": lambda put, case: {"mask_mod": mods.document(put(_bounds(case))), "causal": True},
     "prefix LM": lambda put, case: {"mask_mod": mods.prefix_lm(case.seqlen_k // 4)},
@@ -104,7 +104,7 @@ READY_MADE: dict[str, Callable[[Put, Case], dict[str, Any]]] = {
 
 @cache
 def share(case: ModCase) -> float:
-    """The share of all pairs of query and key that are seen."""
+    """Returns the fraction of (query, key) pairs that the mask shows."""
     mask_mod, keys = case.functions(np.asarray).mask_mod, np.arange(case.seqlen_k)
     step, num_visible = max(1, CHUNK // case.seqlen_k), 0
     for begin in range(0, case.seqlen_q, step):
@@ -114,7 +114,7 @@ def share(case: ModCase) -> float:
 
 
 def flex_functions(case: Case, put: Put, torch: Any) -> Functions:
-    """The functions that flex_attention takes for any case."""
+    """Returns the functions that flex_attention takes for any case."""
     if isinstance(case, ModCase):
         return case.functions(put)
     score_mod = partial(_capped, torch.tanh, case.softcap) if case.softcap else None

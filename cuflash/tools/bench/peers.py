@@ -1,4 +1,4 @@
-"""The contenders that are timed: our algorithms, and the other attention kernels found on this machine."""
+"""Contenders of the benchmark: our algorithms, and the other attention kernels on this machine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Attention = Callable[[Any, Any, Any], Any]  # out of q, k, v
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`prepare(inputs, case)` makes the call that is timed; that call returns out, or the tuple (dq, dk, dv).
+    """An attention function to time. `prepare(inputs, case)` returns a call, which returns out or (dq, dk, dv).
 
-    Arrays are (batch, seqlen, heads, head_dim), and none is copied. For backward `prepare` runs the contender's own
-    forward. It raises UnsupportedError for what the contender has not. `keywords` are the arguments of our public call
-    besides inputs, mask and scale.
+    Arrays are (batch, seqlen, heads, head_dim), and none is copied. For backward `prepare` runs the contender's
+    forward. It raises UnsupportedError for features that the contender lacks. `keywords` are the arguments of our
+    public call besides inputs, mask and scale.
     """
 
     op: str
@@ -44,20 +44,20 @@ class Contender:
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     ours: bool = False
     keywords: dict[str, Any] = field(default_factory=dict)
-    captures: bool = True  # whether its calls can be captured into a CUDA graph
-    must_run: bool = False  # whether the benchmark fails where it does not run
+    captures: bool = True  # True if its calls can be captured into a CUDA graph
+    must_run: bool = False  # True if the benchmark fails where it does not run
 
     def run(self, input_sets: list[Inputs], case: Case) -> Run:
-        """The calls that `measure` times, one for each input set."""
+        """Prepares the calls that `measure` times, one for each input set."""
         with self.scope():
             return Run([self.prepare(inputs, case) for inputs in input_sets], self.scope)
 
 
 def ours(op: str, arrays: NumpyArrays, algorithms: tuple[str, ...]) -> list[Contender]:
-    """`cuflash.forward` by each of these algorithms, or `cuflash.backward` plain and deterministic."""
+    """Returns `cuflash.forward` by each of these algorithms, or `cuflash.backward` plain and deterministic."""
     if op == "forward":
         return [_ours(op, algorithm, arrays, _prepare_forward, algorithm=algorithm) for algorithm in algorithms]
-    # why: on NumPy arrays backward is always deterministic
+    # On NumPy arrays backward is always deterministic.
     names = ("backward", "deterministic") if arrays.on_gpu else ("backward",)
     return [_ours(op, name, arrays, _prepare_backward, deterministic=name == "deterministic") for name in names]
 
@@ -67,7 +67,7 @@ def _ours(op: str, name: str, arrays: NumpyArrays, prepare: Callable[..., Callab
         mod_kwargs = case.keywords(inputs[0], arrays.put) if isinstance(case, ModCase) else {}
         return prepare(inputs, case.arguments() | mod_kwargs, **more)
 
-    # why: whole score matrices do not fit into the memory of any GPU for long, and lie in CuPy's, not PyTorch's.
+    # Whole score matrices soon exceed a GPU's memory, and lie in CuPy's memory pool, not PyTorch's.
     fits = more.get("algorithm") != "standard"
     kind = partial(Contender, ours=True, captures=fits, must_run=fits)
     return kind(op, f"cuflash {name}", EVERY_DTYPE, prepared, keywords=more)
@@ -85,9 +85,9 @@ def _prepare_backward(inputs: Inputs, keywords: dict[str, Any], **more: Any) -> 
 
 
 def find(arrays: NumpyArrays, *, flex: bool = False) -> tuple[list[Contender], dict[str, str]]:
-    """The peers that take these arrays, a contender for each of their ops, and the reasons why others are missing.
+    """Returns the peers that take these arrays, one contender an op, and the reasons why others are missing.
 
-    flex: PyTorch's flex_attention, too, which compiles for seconds on each problem.
+    flex: include PyTorch's flex_attention, which compiles for seconds on each problem.
     """
     contenders: list[Contender] = []
     missing: dict[str, str] = {}
@@ -95,7 +95,7 @@ def find(arrays: NumpyArrays, *, flex: bool = False) -> tuple[list[Contender], d
         contenders += _torch_backends()
         try:
             contenders += _flash_attention_4()
-        except Exception as error:  # why: what its import raises depends on the compiler packages it uses
+        except Exception as error:  # errors of its import depend on its compiler packages
             missing["FlashAttention-4"] = reason(error, whole=True)
         contenders += _flex_attention(arrays) if flex else []
     elif isinstance(arrays, CupyArrays):
@@ -104,7 +104,7 @@ def find(arrays: NumpyArrays, *, flex: bool = False) -> tuple[list[Contender], d
 
 
 def machine(arrays: NumpyArrays) -> dict[str, Any]:
-    """The facts of `info`, with the versions of the peers and the limits of memory and tensor cores."""
+    """Returns the facts of `info`, with the versions of the peers and the limits of memory and tensor cores."""
     facts = info.machine()
     if bandwidth := arrays.bandwidth():
         facts["gpus"][0]["bytes_per_second"] = bandwidth
@@ -112,7 +112,7 @@ def machine(arrays: NumpyArrays) -> dict[str, Any]:
         facts["gpus"][0]["flops_per_second"] = peak
     with suppress(metadata.PackageNotFoundError):
         facts["versions"]["FlashAttention-4"] = metadata.version("flash-attn-4")
-    torch = sys.modules.get("torch")  # why not imported: where nothing has, no peer of it runs
+    torch = sys.modules.get("torch")  # not imported here: no peer of it runs unless it is
     if torch is not None and (cudnn := torch.backends.cudnn.version()):
         facts["versions"]["cuDNN"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
     return facts
@@ -124,7 +124,7 @@ def _torch_backends() -> list[Contender]:
 
     def attention(case: Case) -> Attention:
         _refuse(case, "functions", "windows", "softcap")
-        # why: with other numbers of queries and keys its causal mask is aligned top-left; one query sees all keys.
+        # If the numbers of queries and keys differ, its causal mask is aligned top-left; one query sees all keys.
         if case.causal and case.seqlen_q not in (1, case.seqlen_k):
             raise UnsupportedError("its causal mask is aligned top-left")
         causal, grouped = case.causal and case.seqlen_q > 1, case.heads_q != case.heads_kv
@@ -135,7 +135,7 @@ def _torch_backends() -> list[Contender]:
 
         return call
 
-    # why: at each call torch warns about every backend that is left out.
+    # torch warns at each call about every excluded backend.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|cuflash\.bench")
     contenders = []
     for name, dtypes, backend in (
@@ -168,12 +168,12 @@ def _flash_attention_4() -> list[Contender]:
 def _flex_attention(arrays: TorchArrays) -> list[Contender]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    @lru_cache(maxsize=1)  # why: a problem is prepared for each set of inputs, and compiles for seconds
+    @lru_cache(maxsize=1)  # a problem compiles for seconds, and is prepared for each set of inputs
     def attention(case: Case) -> Attention:
         score_mod, mask_mod = flex_functions(case, arrays.put, arrays.torch)
         lengths = case.seqlen_q, case.seqlen_k
         mask = None if mask_mod is None else create_block_mask(mask_mod, None, None, *lengths, device="cuda")
-        arrays.torch.compiler.reset()  # why: after a few problems it would stop to compile anew
+        arrays.torch.compiler.reset()  # without it, torch stops compiling after a few problems
         compiled = arrays.torch.compile(flex_attention, dynamic=False)
         more = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": case.heads_q != case.heads_kv}
 
@@ -191,9 +191,9 @@ def _both_ops(
     attention: Callable[[Case], Attention],
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Contender]:
-    """Two contenders from a function on torch tensors: the function, and its backward alone.
+    """Returns two contenders from a function on torch tensors: the function, and its backward alone.
 
-    why autograd: every peer has it, and on an H200 it takes as long as a direct call of torch's backward functions.
+    Backward runs by autograd: every peer has it, and on an H200 it is as fast as calling torch's backward functions.
     """
     from torch.autograd import grad
 
@@ -212,7 +212,7 @@ def _both_ops(
 
 
 def _refuse(case: Case, *lacks: str) -> None:
-    """Refuses what a peer has not."""
+    """Raises UnsupportedError if a case needs a feature that a peer lacks."""
     needs = {
         "functions": isinstance(case, ModCase),
         "windows": case.window_size != (-1, -1),
@@ -224,7 +224,7 @@ def _refuse(case: Case, *lacks: str) -> None:
 
 
 def _whole_matrix(arrays: NumpyArrays) -> list[Contender]:
-    """Attention in a few lines of an array library, with whole score matrices in memory."""
+    """Returns attention in a few lines of an array library, with whole score matrices in memory."""
     xp: Any = arrays.cupy if isinstance(arrays, CupyArrays) else np
 
     def weights(q: Any, k: Any, causal: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, by matplotlib, which the extra `bench` installs."""
+"""Pictures of measurements, by matplotlib, which the extra `bench` installs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import ProblemError, UnsupportedError
 from .presets import BOTH, GRIDS
 from .report import Errors
 
-# Colours that people who see few colours tell apart (Okabe and Ito), on a white or a black ground.
+# Colours for colour-blind readers (Okabe and Ito), on a white or a black ground.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 OF_PEERS = "torch flash", "torch cuDNN", "FlashAttention-4", "torch efficient", "torch flex"  # the colours after ours
 Colours = dict[str, str]  # by contender
@@ -19,14 +19,14 @@ DTYPES = {"bfloat16": "-", "float16": "--", "float32": ":"}
 
 
 def accuracy() -> Callable[[list[Errors], str, Path], None]:
-    """Returns what draws errors by length and by size of scores; UnsupportedError where matplotlib is missing."""
+    """Returns a function that draws errors by length and size of scores; UnsupportedError without matplotlib."""
     pyplot = _pyplot()
 
     def draw(rows: list[Errors], machine: str, path: Path) -> None:
         dims = sorted({row.setting.case.head_dim for row in rows})
         head_dim = dims[len(dims) // 2]
         rows = [row for row in rows if row.rms and row.setting.case.head_dim == head_dim and row.setting.case.causal]
-        # why two: a third dtype hides the others, and peers of float32 are others.
+        # Two dtypes: a third would hide the others, and float32 has other peers.
         dtypes = list(dict.fromkeys(row.setting.case.dtype for row in rows))[:2]
         rows = [row for row in rows if row.setting.case.dtype in dtypes]
         names = list(dict.fromkeys(_name(row) for row in rows))
@@ -51,9 +51,9 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
 
 
 def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
-    """Returns what draws the file of a benchmark into a folder; UnsupportedError where matplotlib is not installed.
+    """Returns a function that draws the file of a benchmark into a folder; UnsupportedError without matplotlib.
 
-    It returns the files: bars of each op and a summary, or ratios to the best peer, and a roofline.
+    The function returns the pictures' paths: bars of each op and a summary, or ratios to the best peer, and a roofline.
     """
     pyplot = _pyplot()
 
@@ -82,7 +82,7 @@ def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
         for name, figure in figures.items():
             paths.append(folder / f"{preset}-{name}.png".replace(f"{preset}-{preset}", preset))
             try:
-                figure.savefig(paths[-1], dpi=160, facecolor="white")  # why white: legible on a dark page, too
+                figure.savefig(paths[-1], dpi=160, facecolor="white")  # legible on a dark page, too
             except OSError as error:
                 raise ProblemError(f"{paths[-1]} cannot be written: {error}") from error
             finally:
@@ -93,7 +93,7 @@ def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
 
 
 def _bars_by_seqlen(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
-    """TFLOP/s by length, as papers draw them: a panel for each head dim and mask of the most frequent dtype."""
+    """Draws TFLOP/s by length, as in papers: a panel for each head dim and mask of the most frequent dtype."""
     rows = _of_one_dtype(rows)
     dims, masks = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal"))
     panels = [
@@ -110,7 +110,7 @@ def _bars_by_seqlen(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], t
 
 
 def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
-    """Bars of the middle head dim and one mask, a panel for each op, with the first of ours alone."""
+    """Draws bars of the middle head dim and one mask, a panel for each op, with only the first of our contenders."""
     rows = _of_one_dtype(rows)
     dims, masks, ops = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal", "op"))
     dim, causal = dims[len(dims) // 2], masks[-1]
@@ -125,7 +125,7 @@ def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: s
 
 
 def _colours(rows: list[dict[str, Any]]) -> Colours:
-    """One for each contender, for those of OF_PEERS in all pictures the same: ours of every op has the first."""
+    """Returns a colour for each contender: the first for ours in each op, fixed ones for OF_PEERS."""
     firsts = {op: next((row["contender"] for row in rows if row["ours"] and row["op"] == op), "") for op in BOTH}
     colours = dict.fromkeys(("cuflash", *firsts.values()), COLOURS[0]) | dict(zip(OF_PEERS, COLOURS[1:], strict=False))
     others = dict.fromkeys(row["contender"] for row in rows if row["contender"] not in colours)
@@ -145,7 +145,7 @@ def _mask(causal: bool) -> str:
 def _panels_of_bars(
     pyplot: Any, colours: Colours, panels: list[list[tuple[str, list[dict[str, Any]]]]], title: str
 ) -> Any:
-    """Bars of TFLOP/s by length in panels, each of which has a title and rows."""
+    """Draws bars of TFLOP/s by length in panels, each with a title and rows."""
     names = list(dict.fromkeys(row["contender"] for line in panels for _, rows in line for row in rows))
     shape = len(panels), len(panels[0])
     size = 4.6 * shape[1] + 0.4, 2.5 * shape[0] + 1.1
@@ -162,7 +162,7 @@ def _panels_of_bars(
 
 
 def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
-    """Peak bytes by length, a panel for each op."""
+    """Draws peak bytes by length, a panel for each op."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
     size = 4.6 * len(ops) + 0.4, 4.0
     figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
@@ -172,7 +172,7 @@ def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], 
             if row["op"] == op:
                 lines.setdefault(row["contender"], []).append((row["seqlen_q"], row["peak_bytes"] / 2**20))
         for number, (name, line) in enumerate(lines.items()):
-            width = 1.0 + 1.2 * (len(lines) - 1 - number)  # why: lines that lie on each other are all seen
+            width = 1.0 + 1.2 * (len(lines) - 1 - number)  # so that overlapping lines are all visible
             panel.plot(*zip(*line, strict=True), lw=width, color=colours[name], label=name)
         seqlens = sorted({row["seqlen_q"] for row in rows})
         panel.set(xscale="log", yscale="log", title=op, xlabel="seqlen", ylabel="MiB")
@@ -183,7 +183,7 @@ def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], 
 
 
 def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
-    """Bytes a second of each problem, beside what the memory gives."""
+    """Draws bytes a second of each problem, beside the bandwidth of the memory."""
     names, cases = (list(dict.fromkeys(row[name] for row in rows)) for name in ("contender", "name"))
     figure, axes = pyplot.subplots(1, 1, figsize=(10, 4.6), squeeze=False, layout="constrained")
     panel = axes[0][0]
@@ -199,7 +199,7 @@ def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], mo
 
 
 def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
-    """Our speed over that of the fastest peer on each problem, a panel for each op."""
+    """Draws our speed over the fastest peer's on each problem, a panel for each op."""
     ours = [row for row in rows if row["ours"] and row["ratios"]]
     ours = [row for row in ours if row["contender"] == next(x["contender"] for x in ours if x["op"] == row["op"])]
     cases, ops = (list(dict.fromkeys(row[name] for row in ours)) for name in ("name", "op"))
@@ -222,7 +222,7 @@ def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
 def _roofline(
     pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, peak: float | None, title: str
 ) -> Any:
-    """Speed by operations for each byte of the arrays, below what the memory and the tensor cores allow."""
+    """Draws speed by operations a byte of the arrays, below the limits of memory and tensor cores."""
     figure, axes = pyplot.subplots(1, 1, figsize=(7, 4.6), squeeze=False, layout="constrained")
     panel, points = axes[0][0], dict[tuple[str, str], list[tuple[float, float]]]()
     for row in rows:
@@ -245,7 +245,7 @@ def _roofline(
 
 
 def _bars(panel: Any, colours: Colours, number: int, names: list[str], values: list[float]) -> None:
-    """Bars of one of several contenders, beside those of the others."""
+    """Draws bars of one of several contenders, beside the others' bars."""
     width = 0.84 / len(names)
     places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(values))]
     panel.bar(places, values, width, color=colours[names[number]], label=names[number])
@@ -269,12 +269,12 @@ def _name(row: Errors) -> str:
 
 
 def _short(number: float) -> str:
-    """A length as in "4k"."""
+    """Formats a length, as in "4k"."""
     return f"{number / 1024:g}k" if number >= 1024 else f"{number:g}"
 
 
 def _ratios(axes: Any, names: list[str], points: list[tuple[str, Errors]]) -> None:
-    """A line for each contender and dtype. Below each place stands our error to the output, in the first dtype."""
+    """Draws a line for each contender and dtype. Tick labels show our error over the output, in the first dtype."""
     places = list(dict.fromkeys(place for place, _ in points))
     least: dict[tuple[str, str], float] = {}
     of_ours: dict[str, str] = {}
@@ -289,7 +289,7 @@ def _ratios(axes: Any, names: list[str], points: list[tuple[str, Errors]]) -> No
         lines.setdefault((_name(row), dtype), []).append((places.index(place), row.worst / least[place, dtype]))
     for (name, dtype), line in lines.items():
         number = names.index(name)
-        # why thick and below: a line that lies on another one is still seen.
+        # Thick and below, so that overlapping lines stay visible.
         drawn = {"color": COLOURS[number % len(COLOURS)], "lw": 1.3 if number else 3.0, "zorder": 2 if number else 1}
         axes.plot(*zip(*line, strict=True), DTYPES[dtype], marker="o", ms=3, label=f"{name}, {dtype}", **drawn)
     axes.set_xticks(range(len(places)), [f"{place}\n{of_ours.get(place, '')}" for place in places])
@@ -301,7 +301,7 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise UnsupportedError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
-    matplotlib.use("Agg")  # why: there may be no screen
+    matplotlib.use("Agg")  # works without a screen
     from matplotlib import pyplot
 
     return pyplot

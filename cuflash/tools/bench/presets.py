@@ -1,6 +1,7 @@
 """The presets of the benchmark.
 
-The problems of `models` have the heads, head dims and lengths of published configurations.
+The problems of `models` have the heads, head dims and lengths of published configurations. The docstrings of the
+preset functions are texts of `bench --help`.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from .mods import FUNCTIONS, ModCase
 
 TOKENS = 16384  # batch x seqlen of a problem of `paper`
 HIDDEN = 2048  # heads x head_dim
-FLOAT32_SEQLENS = (8192, 65536)  # the score matrix fits into memory in the first alone
+FLOAT32_SEQLENS = (8192, 65536)  # the score matrix fits into memory only at the first
 FLOAT32_HEADS = 16
 BOTH = ("forward", "backward")
 FORWARD = BOTH[:1]
 
 
 class Timed(NamedTuple):
-    """A problem and the op that is timed on it."""
+    """A problem and the op to time on it."""
 
     op: str
     case: Case
 
 
 class Model(NamedTuple):
-    """A call of a model. lengths, heads and dims: one number for both, or those of q (or q and k) and of k (or v)."""
+    """A call of a model. lengths, heads, dims: one number for both, or a pair: q and k, or for dims q (and k) and v."""
 
     name: str
     batch: int
@@ -43,7 +44,7 @@ class Model(NamedTuple):
     ops: tuple[str, ...] = BOTH
 
     def case(self, dtype: str) -> Case:
-        """The problem in this dtype."""
+        """Returns the problem in this dtype."""
         pairs = (x if isinstance(x, tuple) else (x, x) for x in (self.lengths, self.heads, self.dims))
         (seqlen_q, seqlen_k), (heads_q, heads_kv), (dim, dim_v) = pairs
         window = self.window, 0 if self.causal and self.window >= 0 else self.window
@@ -144,7 +145,7 @@ DECODING = (
 def grid(
     arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple[int, ...], masks: tuple[bool, ...] = (False, True)
 ) -> list[Timed]:
-    """A grid of head dims, masks and lengths of so many tokens, as the papers of the field draw it."""
+    """Returns a grid of head dims, masks and lengths with a constant number of tokens, as in papers of the field."""
     on_gpu = arrays.on_gpu
     tokens, width = (TOKENS, HIDDEN) if on_gpu else (2048, 256)
     dtype = _dtype(arrays, options)
@@ -158,7 +159,7 @@ def grid(
 
 
 def paper(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
-    """Speed by head dim, mask and length, as papers draw it, and of float32 with scores that fit into no memory."""
+    """Speed by head dim, mask and length, as in papers, and of float32 with scores too large for memory."""
     seqlens = (512, 1024, 2048, 4096, 8192, 16384) if arrays.on_gpu else (512, 2048)
     return grid(arrays, options, seqlens) + _of_float32(arrays, options, FLOAT32_SEQLENS)
 
@@ -170,7 +171,7 @@ def quick(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 
 def _of_float32(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple[int, ...]) -> list[Timed]:
-    """Problems in float32: of backward only the first length."""
+    """Returns problems in float32; for backward only the first length."""
     if not arrays.on_gpu or options.dtype:
         return []
     return [
@@ -181,7 +182,7 @@ def _of_float32(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple
 
 
 def models(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
-    """Calls of models; without a GPU, shortened to what takes NumPy a moment."""
+    """Calls of models; without a GPU, shortened so that NumPy takes moments."""
     dtype = _dtype(arrays, options)
     cases = [(model.ops, model.case(dtype)) for model in MODELS]
     cases = cases if arrays.on_gpu else [(ops, _small(case)) for ops, case in cases]
@@ -200,7 +201,7 @@ def decode(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 
 def masks(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
-    """Masks and scores at head dim 128: options of the call, and functions, for which PyTorch has flex_attention."""
+    """Masks and scores at head dim 128: options of the call, and score_mod and mask_mod, as in flex_attention."""
     dtype = _dtype(arrays, options)
     batch, seqlen, heads = (2, 8192, 16) if arrays.on_gpu else (1, 512, 2)
     plain = square(batch, seqlen, heads, 128, dtype, True)
@@ -215,7 +216,7 @@ def masks(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 
 def memory(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
-    """One causal problem of head dim 64 at lengths that double, for the memory that calls take."""
+    """Memory of calls on a causal problem of head dim 64, at lengths that double."""
     seqlens = options.seqlens or (tuple(1024 << n for n in range(7)) if arrays.on_gpu else (256, 512, 1024))
     heads = 16 if arrays.on_gpu else 2
     cases = [square(1, seqlen, heads, 64, _dtype(arrays, options), True) for seqlen in seqlens]
@@ -223,14 +224,14 @@ def memory(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 
 class Preset(NamedTuple):
-    """The problems of a preset, and their unit. takes: the options that change its problems, beside the dtype."""
+    """The problems of a preset, and their unit. takes: options that change the problems, beside the dtype."""
 
     make: Callable[[NumpyArrays, argparse.Namespace], list[Timed]]
     takes: tuple[str, ...] = ("ops",)
-    is_grid: bool = False  # whether head dim, mask and length tell its problems apart
+    is_grid: bool = False  # True if head dim, mask and length distinguish its problems
     unit: str = "TFLOP/s"  # "" for bytes
     algorithms: tuple[str, ...] = ("flash2",)
-    beside_flex: bool = False  # whether flex_attention is timed, too
+    beside_flex: bool = False  # True if flex_attention is timed, too
     times_first_calls: bool = False
 
 
@@ -253,7 +254,7 @@ def _dtype(arrays: NumpyArrays, options: argparse.Namespace) -> str:
 
 
 def square(batch: int, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool) -> Case:
-    """A problem of as many queries as keys."""
+    """Returns a problem with as many queries as keys."""
     name = f"{dtype} d{head_dim} {'causal' if causal else 'full'} seqlen {seqlen} batch {batch} heads {heads}"
     return Case(name, batch, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal)
 

@@ -1,4 +1,4 @@
-"""The results of measurements: speeds, a row for each contender on each problem, and errors."""
+"""Results of measurements: speeds and errors, a row for each contender on each problem."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .peers import Contender
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender on one problem. wall is None if it did not run or was wrong; `note` then says why.
+    """One contender on one problem. wall is None if it did not run or was wrong; `note` then has the reason.
 
-    wall: of calls that follow each other. graph: of a CUDA graph of such calls, where there is one.
+    wall: of consecutive calls. graph: of a CUDA graph of such calls, if there is one.
     """
 
     case: Case
@@ -32,18 +32,18 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of one call: on the GPU, as far as that is known."""
+        """Seconds of one call: in a graph if that was timed, else wall time."""
         times = self.graph or self.wall
         return None if times is None else times.median
 
     def times_as_fast(self, other: Row) -> float | None:
-        """The speed over that of another row on the same problem, by times of one kind; None if one was not timed."""
+        """Returns the speed over another row's on the same problem, by times of one kind; None if one lacks times."""
         ours, theirs = (self.graph, other.graph) if self.graph and other.graph else (self.wall, other.wall)
         return None if ours is None or theirs is None else theirs.median / ours.median
 
     @property
     def tflops(self) -> float | None:
-        """TFLOP/s; pairs of query and key that a mask hides do not count as work."""
+        """TFLOP/s; masked (query, key) pairs do not count as work."""
         return None if self.seconds is None else self.flops / self.seconds * 1e-12
 
     @property
@@ -54,13 +54,13 @@ class Row:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays that a call reads or writes, each once."""
+        """Bytes of all arrays that a call reads or writes, each counted once."""
         q, k, v, out = (prod(shape) for shape in (*self.case.shapes(), self.case.out_shape()))
         elements = q + k + v + out if self.contender.op == "forward" else 2 * (q + k + v + out)
         return DTYPES[self.case.dtype].itemsize * elements
 
     def facts(self) -> dict[str, Any]:
-        """All of it by name, as JSON files have it."""
+        """Returns the row by name, for JSON files."""
         columns = {"op": self.contender.op, **asdict(self.case)}
         columns |= {"contender": self.contender.name, "ours": self.contender.ours}
         names = "seconds", "tflops", "flops", "num_bytes", "peak_bytes", "error"
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """All that was measured."""
+    """All results of a run of the benchmark."""
 
     machine: dict[str, Any]
     arrays: str
@@ -81,11 +81,11 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     host_seconds: dict[str, float] = field(default_factory=dict)
     startup: dict[str, Any] = field(default_factory=dict)
-    command: str = ""  # what was typed
+    command: str = ""  # the command line
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The most that the GPU's memory gives, where it is known."""
+        """Peak bandwidth of the GPU's memory, if known."""
         gpus = self.machine.get("gpus") or [{}]
         bandwidth: float | None = gpus[0].get("bytes_per_second")
         return bandwidth
@@ -98,21 +98,21 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A problem of which errors are measured. size: the standard deviation of its scores."""
+    """A problem for errors. size: the standard deviation of its scores."""
 
     case: Case
     size: float
 
     @classmethod
     def one_sequence(cls, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool, size: float) -> Setting:
-        """One sequence."""
+        """Returns a setting of one sequence."""
         name = f"{dtype} d{head_dim} {'causal' if causal else 'full'} seqlen {seqlen} scores of {size:g}"
         return cls(Case(name, 1, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal), size)
 
 
 @dataclass(slots=True)
 class Errors:
-    """The errors of one contender by output: the root mean square, and the largest error, to those of the output."""
+    """Errors of one contender by output: root mean square and largest error, each over the output's."""
 
     op: str
     setting: Setting
@@ -120,11 +120,11 @@ class Errors:
     ours: bool
     rms: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
-    note: str = ""  # why there are none
+    note: str = ""  # the reason if there are none
 
     @classmethod
     def of_facts(cls, facts: dict[str, Any]) -> Errors:
-        """Results of `facts`."""
+        """Builds errors from `facts`."""
         setting = Setting.one_sequence(
             *(facts[name] for name in ("seqlen", "heads", "head_dim", "dtype", "causal", "scores"))
         )
@@ -136,7 +136,7 @@ class Errors:
         return max(self.rms.values())
 
     def facts(self) -> dict[str, Any]:
-        """All of it by name, as JSON files have it."""
+        """Returns the errors by name, for JSON files."""
         case = self.setting.case
         problem = {"dtype": case.dtype, "head_dim": case.head_dim, "causal": case.causal, "seqlen": case.seqlen_q,
                    "heads": case.heads_q, "scores": self.setting.size}  # fmt: skip

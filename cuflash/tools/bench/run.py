@@ -1,6 +1,6 @@
-"""Times our kernels and those of the peers found on this machine, in turn on the same inputs; checks results before.
+"""Checks and times the kernels of cuflash and of the peers on this machine, in turn on the same inputs.
 
-It exits with 1 if a result is wrong or one of ours did not run. Without a GPU it times the NumPy path.
+It exits with 1 if a result is wrong or a call of cuflash did not run. Without a GPU it times the NumPy path.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ from .peers import Contender
 from .presets import OF_PROBLEMS, PRESETS, square
 from .report import Report, Row
 
-ROTATED_BYTES = 1 << 28  # calls rotate through input sets, which together exceed every GPU's L2 cache
+ROTATED_BYTES = 1 << 28  # calls rotate through input sets that together exceed every GPU's L2 cache
 OPS = tuple(check.OUTPUTS)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     presets = (f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items())
     add = parser.add_argument
-    add("preset", nargs="?", choices=PRESETS, default="paper", help=f"what to measure: {'; '.join(presets)}")
+    add("preset", nargs="?", choices=PRESETS, default="paper", help=f"the problems: {'; '.join(presets)}")
     add("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
     add("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
     add("--head-dims", type=arguments.integers, metavar="N,N", help="default 64,128,256; 64 without a GPU")
     add("--seqlens", type=arguments.integers, metavar="N,N", help="such as 1k,16k")
     add("--causal", action=argparse.BooleanOptionalAction, help="only this mask; default both, quick only causal")
-    algorithms = "of forward; default flash2; also flash1, flashd, standard"
+    algorithms = "for forward; default flash2; also flash1, flashd, standard"
     add("--algorithms", type=partial(arguments.names, ALGORITHMS), metavar="A,A", help=algorithms)
-    add("--only", default="", metavar="TEXT", help="problems whose name has this text")
-    rounds, turns = partial(arguments.count, least=3), "turns of each contender, from 3 on; default 3"
+    add("--only", default="", metavar="TEXT", help="only problems with TEXT in their name")
+    rounds, turns = partial(arguments.count, least=3), "turns of each contender, at least 3; default 3"
     add("--rounds", type=rounds, default=3, metavar="N", help=turns)
     add("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
-    add("--pictures", type=arguments.folder, metavar="FOLDER", help="draw it into this folder; needs matplotlib")
-    add("--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --pictures; measure nothing")
-    files = "two files of --json; measure nothing"
+    add("--pictures", type=arguments.folder, metavar="FOLDER", help="draw the results into FOLDER; needs matplotlib")
+    add(
+        "--draw", type=arguments.existing, metavar="FILE", help="draw a file of --json into --pictures; measure nothing"
+    )
+    files = "compare two files of --json; measure nothing"
     add("--compare", nargs=2, type=arguments.existing, metavar=("OLD", "NEW"), help=files)
 
 
@@ -57,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
     if options.compare:
         return compare.show(*options.compare)
     _refuse_what_is_not_taken(options)
-    draw = pictures.bench() if options.pictures else None  # why first: it says at once what is not installed
+    draw = pictures.bench() if options.pictures else None  # first, to report a missing package at once
     if options.draw and draw:
         return _drawn(draw, compare.read(options.draw), options.pictures)
     arrays, no_gpu = find()
@@ -69,14 +71,14 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.json:
             table.write(options.json, content)
-    finally:  # why: what was measured is drawn all the same
+    finally:  # results are drawn even if the file cannot be written
         if draw is not None:
             _drawn(draw, content, options.pictures)
     return int(report.failed)
 
 
 def _refuse_what_is_not_taken(options: argparse.Namespace) -> None:
-    """Options that would change nothing."""
+    """Raises ProblemError for options that would have no effect."""
     names = [name for name in OF_PROBLEMS if getattr(options, name) is not None]
     if unused := [name for name in names if name not in PRESETS[options.preset].takes]:
         takers = ", ".join(name for name, preset in PRESETS.items() if unused[0] in preset.takes)
@@ -97,7 +99,7 @@ def _drawn(draw: Callable[[dict[str, Any], Path], list[Path]], content: dict[str
 
 
 def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
-    """Measures all problems of the preset; for a grid on a GPU host times, and for the paper start-up times, too."""
+    """Measures all problems of the preset; on a GPU also host times of a grid, and start-up times for `paper`."""
     preset = PRESETS[options.preset]
     available, missing = peers.find(arrays, flex=preset.beside_flex)
     report = Report(peers.machine(arrays), arrays.name, options.preset, missing, command=options.typed)
@@ -125,7 +127,7 @@ def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
 
 
 def run_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], rounds: int) -> list[Row]:
-    """Checks every contender that takes this dtype, then times in turn those that are right."""
+    """Checks every contender that takes this dtype, then times the right ones in turn."""
     present = [contender for contender in contenders if case.dtype in contender.dtypes]
     op = present[0].op
     inputs = arrays.inputs(op, case)
@@ -162,19 +164,19 @@ def check_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], inp
         try:
             run = contender.run([inputs], case)
             with run.scope():
-                run.repeat(1)  # why: a first call may take memory that later ones do not
+                run.repeat(1)  # a first call may take more memory than later ones
                 arrays.synchronize()
                 arrays.release()
                 result, peak = arrays.peak(run.calls[0])
             arrays.synchronize()
             outputs = check.outputs(contender.op, result)
             del result
-        except Exception as error:  # why: a peer that does not run here leaves a gap in the table, not more
+        except Exception as error:  # a peer that does not run here only leaves a gap in the table
             note = measure.reason(error, whole=contender.ours)
             rows.append(Row(case, contender, note=note))
             continue
         output, off = check.error(arrays, outputs, samples)
-        wrong = not off <= bound  # why: NaN is wrong too
+        wrong = not off <= bound  # True for NaN, too
         note = f"error {off:.2e} in sampled rows of {output} is over {bound:.2e}" if wrong else ""
         if not wrong and reference is None:
             reference = contender.name, outputs
@@ -187,13 +189,13 @@ def check_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], inp
 
 
 def host_times(arrays: CupyArrays, contenders: list[Contender]) -> dict[str, float]:
-    """Seconds to enqueue a repeated call on a problem whose kernel takes less; ours are timed on CuPy arrays, too."""
+    """Measures seconds to enqueue a repeated call whose kernel takes less; ours also on CuPy arrays."""
     case = square(1, 128, 1, 64, "float16", True)
     timings: dict[str, float] = {}
     for kind in (CupyArrays(), arrays) if isinstance(arrays, TorchArrays) else (arrays,):
         for contender in contenders:
             if case.dtype in contender.dtypes and (contender.ours or kind is arrays):
-                with contextlib.suppress(Exception):  # why: the rows say which contenders cannot run
+                with contextlib.suppress(Exception):  # the rows show which contenders cannot run
                     run = contender.run([kind.inputs(contender.op, case)], case)
                     name = f"{contender.op}, {contender.name}, {kind.name} arrays"
                     timings[name] = measure.host_seconds(kind, run)

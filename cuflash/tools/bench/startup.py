@@ -1,6 +1,6 @@
 """`python -m cuflash.tools.bench.startup [--peers] OP...` prints seconds of first calls in this process as JSON.
 
-`measure` runs it. They are calls of ours, or of the peers that are found.
+`measure` runs it, for calls of cuflash or of the peers on this machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from . import peers
 from .presets import square
 
 HEAD_DIMS = (64, 128, 256)
-PEERS_HEAD_DIM = 128  # of one only: some peers compile for ten seconds
+PEERS_HEAD_DIM = 128  # only one, as some peers compile for ten seconds
 
 
 def first_calls(ops: Iterable[str]) -> dict[str, Any]:
-    """Seconds to load NVRTC, and afterwards of the first call of each op at each head dim."""
+    """Measures seconds to load NVRTC, then seconds of the first call of each op at each head dim."""
     import cupy
 
     wait = cupy.cuda.runtime.deviceSynchronize
@@ -42,13 +42,13 @@ def first_calls(ops: Iterable[str]) -> dict[str, Any]:
 
 
 def first_calls_of_peers(arrays: NumpyArrays, ops: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Seconds of the first call of each peer by op, on arrays that are there already, after its forward has run."""
+    """Measures seconds of each peer's first call by op, on existing arrays; its forward has run before backward."""
     case = square(1, 128, 2, PEERS_HEAD_DIM, "float16", True)
     timings: dict[str, dict[str, float]] = {op: {} for op in ops}
     for contender in peers.find(arrays)[0]:
         if contender.op in timings and case.dtype in contender.dtypes:
             inputs = arrays.inputs(contender.op, case)
-            with suppress(Exception):  # why: the rows of the benchmark say which contenders cannot run
+            with suppress(Exception):  # the rows of the benchmark show which contenders cannot run
                 run = contender.run([inputs], case)
                 with run.scope():
                     timings[contender.op][contender.name] = _seconds(run.calls[0], arrays.synchronize)

@@ -24,11 +24,11 @@ from .report import Report, Row
 from .startup import PEERS_HEAD_DIM
 
 Rows = TypeVar("Rows")
-MIN_WIDTH = 130  # columns of a log file, which reports no width of its own
+MIN_WIDTH = 130  # columns of a log file, which reports no width
 
 
 def console() -> Console:
-    """The console that reports are printed on."""
+    """Returns the console for reports."""
     wide_console = Console(highlight=False)
     if not wide_console.is_terminal:
         wide_console.width = max(wide_console.width, MIN_WIDTH)
@@ -36,7 +36,7 @@ def console() -> Console:
 
 
 def show(report: Report) -> None:
-    """Prints everything measured."""
+    """Prints a report."""
     out = console()
     out.print(info.line(report.machine))
     for rows in _sections(report.rows):
@@ -70,7 +70,7 @@ def show(report: Report) -> None:
 
 
 def conditions(rows: list[Row]) -> str:
-    """The spread of times, the time of calls without graphs, and the clocks and the power meanwhile."""
+    """Describes the spread of times, the time of calls without graphs, and clocks and power during the runs."""
     spreads = [seconds.spread for row in rows if (seconds := row.graph or row.wall)]
     if not spreads:
         return ""
@@ -85,13 +85,13 @@ def conditions(rows: list[Row]) -> str:
 
 
 def line(preset: str, rows: list[Row]) -> str:
-    """The line that is printed for a problem as soon as it is measured."""
+    """Returns the line to print as soon as a problem is measured."""
     speeds = (f"{row.contender.name} {_speed(row, preset)}" for row in rows)
     return f"{rows[0].contender.op} {rows[0].case.name}: {', '.join(speeds)} {PRESETS[preset].unit}".rstrip()
 
 
 def ratios(rows: list[Row], row: Row) -> dict[str, float]:
-    """Our speed over each peer's in the same op and problem."""
+    """Returns our speed over each peer's in the same op and problem."""
     return {
         other.contender.name: ratio
         for other in rows
@@ -102,7 +102,7 @@ def ratios(rows: list[Row], row: Row) -> dict[str, float]:
 
 
 def facts(report: Report) -> dict[str, Any]:
-    """The command, machine facts, host and start-up seconds, and what was found of each contender on each problem."""
+    """Returns the report for a JSON file: command, machine, host and start-up seconds, and all rows."""
     names = "command", "machine", "arrays", "preset", "missing", "host_seconds", "startup"
     rows = []
     for row in report.rows:
@@ -112,14 +112,14 @@ def facts(report: Report) -> dict[str, Any]:
 
 
 def file_of(content: dict[str, Any]) -> str:
-    """The text of a JSON file with a line for each of the rows, which come last."""
+    """Returns the text of a JSON file; rows come last, one a line."""
     start = json.dumps({name: x for name, x in content.items() if name != "rows"}, indent=1).removesuffix("\n}")
     lines = ",\n".join(f"  {json.dumps(row)}" for row in content["rows"])
     return f'{start},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes such a file; ProblemError if it cannot be written."""
+    """Writes a JSON file of `facts`; raises ProblemError if it cannot be written."""
     try:
         path.write_text(file_of(content), "utf-8")
     except OSError as error:
@@ -127,7 +127,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read(path: Path, command: str, rows_of: Callable[[dict[str, Any]], Rows]) -> tuple[dict[str, Any], Rows]:
-    """Reads a file that a command of cuflash wrote, and its rows by `rows_of`; ProblemError for any other file."""
+    """Reads a file that a command wrote, and its rows by `rows_of`; raises ProblemError for any other file."""
     try:
         content: dict[str, Any] = json.loads(path.read_text("utf-8"))
         info.line(content["machine"])
@@ -145,7 +145,7 @@ def _sections(rows: list[Row]) -> list[list[Row]]:
 
 
 def _speeds(preset: str, rows: list[Row]) -> Table:
-    """A line for each problem; in brackets beside a peer's speed stands the speed of our first contender over it."""
+    """Returns a line for each problem; the speed of our first contender over a peer's stands beside it in brackets."""
     names = list(dict.fromkeys(row.contender.name for row in rows))
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("d", "mask", "seqlen", "batch", "heads") if preset in GRIDS else ("problem",):
@@ -166,7 +166,7 @@ def _speeds(preset: str, rows: list[Row]) -> Table:
 
 
 def pairs(values: dict[str, str]) -> Table:
-    """Names and what is known of them."""
+    """Returns a table of names and values."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -199,7 +199,7 @@ def _speed(row: Row, preset: str) -> str:
 
 
 def _kernel(report: Report, row: Row) -> str | None:
-    """Name of our kernel that ran; None if nothing did, or if it has score_mod or mask_mod."""
+    """Returns the name of our kernel that ran; None if none did, or if it has score_mod or mask_mod."""
     if row.seconds is None or isinstance(row.case, ModCase):
         return None
     call_plan: Plan = plan(
