@@ -1,13 +1,15 @@
 """cuflash under the names that programs import from flash-attn, for code that must stay unchanged.
 
-from cuflash.frameworks import flash_attn
-flash_attn.activate()                                     # before the program's own imports
-flash_attn.activate(as_installed=True)                    # for transformers and diffusers
+    from cuflash.frameworks import flash_attn
+    flash_attn.activate()                                     # before the program's own imports
+    flash_attn.activate(as_installed=True)                    # for transformers and diffusers
 
-from flash_attn import flash_attn_func                    # cuflash.frameworks.flash_attn_interface
-from flash_attn.bert_padding import unpad_input           # cuflash.frameworks.flash_attn.bert_padding
-from flash_attn.cute import flash_attn_varlen_func        # cuflash.frameworks.flash_attn_4_interface
-from flash_attn_interface import flash_attn_with_kvcache  # cuflash.frameworks.flash_attn_3_interface
+    from flash_attn import flash_attn_func                    # cuflash.frameworks.flash_attn_interface
+    from flash_attn.bert_padding import unpad_input           # cuflash.frameworks.flash_attn.bert_padding
+    from flash_attn.cute import flash_attn_varlen_func        # cuflash.frameworks.flash_attn_4_interface
+    from flash_attn_interface import flash_attn_with_kvcache  # cuflash.frameworks.flash_attn_3_interface
+
+`activate` registers these modules, and `restore` removes them.
 """
 
 from __future__ import annotations

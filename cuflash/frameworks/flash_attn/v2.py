@@ -75,7 +75,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Computes attention, with gradients. Options are described in this module.
+    """Computes attention, with gradients.
 
     Parameters
     ----------
@@ -85,6 +85,22 @@ def flash_attn_func(
         Keys.
     v : Tensor (batch, seqlen_k, heads_kv, head_dim_v)
         Values.
+    dropout_p : float in [0, 1), default 0.0
+        Probability at which weights are dropped.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    alibi_slopes : float32 Tensor (heads_q,) or (batch, heads_q), optional
+        Slopes of ALiBi, which get gradients if they require them.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_attn_probs : bool, default False
+        Returns (out, lse, S_dmask).
 
     Returns
     -------
@@ -168,7 +184,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Any:
-    """Computes attention of packed sequences, with gradients. Other options are described in this module.
+    """Computes attention of packed sequences, with gradients.
 
     Parameters
     ----------
@@ -184,6 +200,22 @@ def flash_attn_varlen_func(
         Bounds on the lengths. Rows past them do not count.
     block_table : int32 Tensor (batch, max_pages), optional
         Pages of each sequence; k and v are then (num_pages, page_size, heads_kv, …), without gradients.
+    dropout_p : float in [0, 1), default 0.0
+        Probability at which weights are dropped.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    alibi_slopes : float32 Tensor (heads_q,) or (batch, heads_q), optional
+        Slopes of ALiBi, which get gradients if they require them.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_attn_probs : bool, default False
+        Returns (out, lse, S_dmask).
 
     Returns
     -------
@@ -298,6 +330,20 @@ def flash_attn_with_kvcache(
         Rotates pairs of neighbours (GPT-J); False: pairs across halves (GPT-NeoX).
     num_splits : int, default 0
         Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    alibi_slopes : float32 Tensor (heads_q,) or (batch, heads_q), optional
+        Slopes of ALiBi.
+    cache_leftpad : None
+        Not supported.
+    return_softmax_lse : bool, default False
+        Returns (out, lse).
 
     Returns
     -------

@@ -64,7 +64,7 @@ def flash_attn_func(
     *,
     s_aux: torch.Tensor | None = None,
 ) -> Any:
-    """Computes attention, with gradients. Options are described in this module.
+    """Computes attention, with gradients.
 
     Parameters
     ----------
@@ -74,6 +74,28 @@ def flash_attn_func(
         Keys.
     v : Tensor (batch, seqlen_k, heads_kv, head_dim_v)
         Values.
+    qv, q_descale, k_descale, v_descale : None
+        Not supported.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    attention_chunk : int, default 0
+        Number of positions in a chunk, outside of which keys are hidden; 0 for none.
+    num_splits : int, default 1
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    pack_gqa, sm_margin : optional
+        Accepted without effect.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_attn_probs : bool, default False
+        Returns (out, lse).
+    s_aux : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16.
 
     Returns
     -------
@@ -130,7 +152,7 @@ def flash_attn_varlen_func(
     *,
     s_aux: torch.Tensor | None = None,
 ) -> Any:
-    """Computes attention of packed sequences, with gradients. Other options are described in this module.
+    """Computes attention of packed sequences, with gradients.
 
     Parameters
     ----------
@@ -146,6 +168,28 @@ def flash_attn_varlen_func(
         Bounds on the lengths. Packed rows past them do not count.
     seqused_q, seqused_k : int32 Tensor (batch,), optional
         Numbers of rows that count in each sequence.
+    qv, q_descale, k_descale, v_descale : None
+        Not supported.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    attention_chunk : int, default 0
+        Number of positions in a chunk, outside of which keys are hidden; 0 for none.
+    num_splits : int, default 1
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    pack_gqa, sm_margin : optional
+        Accepted without effect.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_attn_probs : bool, default False
+        Returns (out, lse).
+    s_aux : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16.
 
     Returns
     -------
@@ -290,6 +334,16 @@ def flash_attn_with_kvcache(
         Bound on the lengths of packed q; without effect otherwise.
     rotary_seqlens : Tensor, optional
         None, or `cache_seqlens` itself.
+    attention_chunk : int, default 0
+        Number of positions in a chunk, outside of which keys are hidden; 0 for none.
+    s_aux : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16.
+    scheduler_metadata, pack_gqa, sm_margin : optional
+        Accepted without effect.
+    qv, q_descale, k_descale, v_descale, cache_leftpad : None
+        Not supported.
+    return_softmax_lse : bool, default False
+        Returns (out, lse, out_accum, lse_accum).
 
     Returns
     -------

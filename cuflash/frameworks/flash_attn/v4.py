@@ -83,7 +83,7 @@ def flash_attn_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> Result:
-    """Computes attention, with gradients. Options are described in this module.
+    """Computes attention, with gradients.
 
     Parameters
     ----------
@@ -93,6 +93,30 @@ def flash_attn_func(
         Keys.
     v : Tensor (batch, seqlen_k, heads_kv, head_dim_v)
         Values.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (None, None)
+        Numbers of visible keys on both sides of the diagonal; None for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    learnable_sink : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16. It gets a gradient.
+    num_splits : int, default 1
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    pack_gqa : optional
+        Accepted without effect.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_lse : bool, default False
+        Returns lse; otherwise None in its place.
+    qv, gather_kv_indices, gather_bwd_recompute_p, gather_bwd_token_chunk : optional
+        Not supported.
+    score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars : None
+        Not supported; see `cuflash.frameworks.torch.attention`.
+    block_sparse_tensors, block_sparse_tensors_bwd : None
+        Not supported.
 
     Returns
     -------
@@ -173,7 +197,7 @@ def flash_attn_varlen_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> Result:
-    """Computes attention of packed sequences, with gradients, and of pages. Other options are described in this module.
+    """Computes attention of packed sequences, with gradients, and of pages.
 
     Parameters
     ----------
@@ -195,6 +219,30 @@ def flash_attn_varlen_func(
     seqlen_k_per_split : int, optional
         A positive number, for batch-invariant results as by `split_size` of `cuflash.forward`. All numbers have
         the same effect, beside any num_splits.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (None, None)
+        Numbers of visible keys on both sides of the diagonal; None for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    learnable_sink : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16. It gets a gradient.
+    num_splits : int, default 1
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    pack_gqa, min_seqlen_k, scheduler_metadata, disable_scheduler_metadata : optional
+        Accepted without effect.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_lse : bool, default False
+        Returns lse; otherwise None in its place.
+    qv, gather_kv_indices, gather_bwd_recompute_p, gather_bwd_token_chunk : optional
+        Not supported.
+    score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars : None
+        Not supported; see `cuflash.frameworks.torch.attention`.
+    block_sparse_tensors : None
+        Not supported.
 
     Returns
     -------
@@ -256,9 +304,8 @@ def flash_attn_combine(
         Memory for the result, in `out_dtype`.
     out_dtype : torch.dtype, default dtype of out_partial
         Float32, float16 or bfloat16.
-    cu_seqlens : int32 Tensor (batch + 1,), optional
-        Without effect, as seqused and virtual_batch_idx (batch,): all rows are merged. FlashAttention-4 skips unused
-        rows.
+    cu_seqlens, seqused, virtual_batch_idx : int32 Tensor, optional
+        Without effect: all rows are merged. FlashAttention-4 skips unused rows.
     return_lse : bool, default True
         Returns lse; otherwise None in its place.
 
