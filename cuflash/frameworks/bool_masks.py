@@ -1,4 +1,4 @@
-"""Masks that callers give as arrays of bools, as mask_mods; the arrays may be those of any library."""
+"""Boolean mask arrays of any library as mask_mods."""
 
 from __future__ import annotations
 

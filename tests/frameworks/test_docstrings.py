@@ -1,4 +1,4 @@
-"""Docstrings of what is called of the frameworks' modules: each has an example, and examples run on the CPU."""
+"""Docstrings of the frameworks' public names: each has an example, and examples run on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from doctests import run_examples
 
 
 def run_all(module: str, **namespace: Any) -> None:
-    """Runs the examples of all that a module is for."""
+    """Runs the examples of a module's public names."""
     public = importlib.import_module(f"cuflash.frameworks.{module}")
     assert public.__all__
     for name in public.__all__:
@@ -48,7 +48,7 @@ def test_examples_of_sdpa(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs PyTorch 2.10")
     from cuflash.frameworks.torch import sdpa
 
-    if device == "cpu":  # PyTorch has the ops that are replaced for GPUs alone
+    if device == "cpu":  # PyTorch has the replaced ops for GPUs alone
         monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: None)
         monkeypatch.setattr(sdpa.Override.__init__, "__defaults__", ("CPU",))
     q, k, v = torch.randn(3, 2, 4, 100, 64, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""The interfaces of flash-attn 2 and 3: their signatures, their results and what is refused."""
+"""The interfaces of flash-attn 2 and 3: signatures, results and refusals."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ MASKS = [
 
 
 def tensors(seqlen_q: int = 9, seqlen_k: int = 13) -> list[Any]:
-    """q, k and v with 4 heads of q and 2 of k, float32, that want gradients."""
+    """Returns q, k and v with 4 heads of q and 2 of k, float32, that require grad."""
     return list(random_qkv("cpu", torch.float32, lengths=(seqlen_q, seqlen_k)))
 
 
 @pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: getattr(x, "__name__", x).split(".")[-1])
-def test_the_signatures_are_those_of_the_packages(module: Any, name: str) -> None:
+def test_signatures_equal_flash_attns(module: Any, name: str) -> None:
     parameters = inspect.signature(getattr(module, name)).parameters.values()
     bare = (parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters)
     assert ", ".join(map(str, bare)) == SIGNATURES[module, name]
@@ -97,7 +97,7 @@ def test_the_signatures_are_those_of_the_packages(module: Any, name: str) -> Non
 
 @pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
 @pytest.mark.parametrize("arguments", MASKS, ids=str)
-def test_outputs_lse_and_gradients_are_those_of_attention(module: Any, arguments: dict[str, Any]) -> None:
+def test_dense_calls_equal_attention(module: Any, arguments: dict[str, Any]) -> None:
     inputs = tensors()
     out, lse, *rest = module.flash_attn_func(*inputs, return_attn_probs=True, **arguments)
     assert (out.shape, out.dtype) == ((2, 9, 4, 16), torch.float32)
@@ -110,7 +110,7 @@ def test_outputs_lse_and_gradients_are_those_of_attention(module: Any, arguments
     assert torch.equal(alone, out)
 
 
-def test_masks_are_aligned_bottom_right_and_rows_that_see_nothing_are_zero() -> None:
+def test_causal_is_bottom_right_and_rows_without_keys_are_zero() -> None:
     q, k, v = tensors(seqlen_q=5, seqlen_k=2)
     out, lse, _ = fa2.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert not out[:, :3].any()
@@ -119,7 +119,7 @@ def test_masks_are_aligned_bottom_right_and_rows_that_see_nothing_are_zero() -> 
     assert lse[..., 3:].isfinite().all()
 
 
-def test_positional_arguments_stand_in_the_order_of_each_version() -> None:
+def test_positional_arguments_follow_each_versions_order() -> None:
     inputs = tensors()
     expected = cuflash.forward(*(x.detach() for x in inputs), softmax_scale=0.2, causal=True, window_size=(3, 0))
     assert torch.equal(fa2.flash_attn_func(*inputs, 0.0, 0.2, True, (3, 0)), expected)
@@ -147,12 +147,12 @@ def test_calls_in_the_order_of_version_2_are_refused_by_version_3(arguments: tup
 
 
 def packed(count: int) -> Any:
-    """(batch, seqlen, count, heads, head_dim) that wants gradients."""
+    """Returns (batch, seqlen, count, heads, head_dim) that requires grad."""
     return torch.randn(2, 7, count, 4, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
 
 
 @pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
-def test_packed_tensors_are_attention_of_their_parts(module: Any) -> None:
+def test_packed_tensors_equal_separate_tensors(module: Any) -> None:
     qkv, weight = packed(3), torch.linspace(-1, 1, 16)
     result = module.flash_attn_qkvpacked_func(qkv, causal=True, window_size=(2, 0), return_attn_probs=True)
     expected = module.flash_attn_func(*qkv.unbind(2), causal=True, window_size=(2, 0), return_attn_probs=True)
@@ -190,7 +190,7 @@ def test_version_3_packs_heads_of_grouped_queries_too() -> None:
     ],
     ids=lambda x: "_".join(x) if isinstance(x, dict) else x.__name__.split(".")[-1],
 )
-def test_what_is_not_offered_is_refused_by_name(module: Any, arguments: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused_by_name(module: Any, arguments: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(arguments))):
         module.flash_attn_func(*tensors(), **arguments)
 
@@ -203,7 +203,7 @@ def test_all_functions_have_a_signature_of_the_packages() -> None:
 
 
 @pytest.mark.parametrize("hints", [{"num_splits": 3}, {"pack_gqa": True}, {"sm_margin": 8}, {"num_splits": 0}], ids=str)
-def test_what_only_schedules_changes_no_result(hints: dict[str, Any]) -> None:
+def test_scheduling_arguments_change_no_result(hints: dict[str, Any]) -> None:
     inputs = tensors()
     assert torch.equal(fa3.flash_attn_func(*inputs, **hints), fa3.flash_attn_func(*inputs))
 

@@ -1,4 +1,4 @@
-"""FlashAttention-3's private functions, called as the packages call them that build upon these."""
+"""FlashAttention-3's private functions, called as by the packages that build upon them."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_caches(device: str) -> None:
             assert_sequences(inputs, *fa3._flash_attn_forward(q, k, v, **more, **varlen_kwargs)[:2])
 
 
-def test_new_keys_are_those_of_the_public_function(device: str) -> None:
+def test_new_keys_equal_the_public_function(device: str) -> None:
     call = drawn(place="pages of 3", dims=(16, 16), rotary_dim=8)
     call = {name: torch_of(x, device) for name, x in call.items()}
-    call |= {name: torch.ones_like(call[name]) for name in WRITTEN}  # why: they hold NaN
+    call |= {name: torch.ones_like(call[name]) for name in WRITTEN}  # they hold NaN
     q, k, v, k_new, v_new, used = (call[name] for name in ("q", "k_cache", "v_cache", "k", "v", "seqused_k"))
     rest = {"page_table": call["page_table"], "rotary_cos": call["rotary_cos"], "rotary_sin": call["rotary_sin"]}
     again = k.clone(), v.clone()
@@ -111,7 +111,7 @@ def test_gradients_flow() -> None:
     assert torch.allclose(only, grads[1], atol=1e-5)
 
 
-def test_what_is_not_offered_is_refused_by_name() -> None:
+def test_unsupported_arguments_are_refused_by_name() -> None:
     q, k, v = dense("cpu", torch.float32, grad=False)
     ones = torch.ones(2, dtype=torch.int32)
     for changes, error, words in (

@@ -1,4 +1,4 @@
-"""FlashAttention-4's functions: their signatures, their results and what is refused."""
+"""FlashAttention-4's functions: signatures, results and refusals."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_window_in_an_array_is_read_between_graphs(window: tuple[int, int]) ->
             torch.compile(function, backend="aot_eager", fullgraph=True)(array)
 
 
-# A negative side, and the same keys as a window without one around another diagonal: so much further to the right.
+# A window with a negative side: an equal window without one, and its diagonal's shift to the right.
 NEGATIVE = {
     (-3, 5): ((0, 2), 3),
     (5, -3): ((2, 0), -3),
@@ -115,7 +115,7 @@ def test_a_negative_side_moves_the_window_wholly_to_one_side(window: Any, device
     assert torch.equal(lse, expected_lse)
     dout = torch.ones_like(out)
     assert_pulled(torch.autograd.grad(out, tensors, dout), tensors, dout, **mask)
-    # Sequences of other lengths, whose diagonals begin elsewhere.
+    # Sequences of other lengths have other diagonals.
     lengths = (4, 9), (1, 3)  # of q, and of k
     rows = [q.flatten(0, 1)[:5], k.flatten(0, 1)[:12], v.flatten(0, 1)[:12]]
     bounds_q, bounds_k = (torch.tensor([0, x, x + y], dtype=torch.int32, device=device) for x, y in ((4, 1), (9, 3)))
@@ -151,7 +151,7 @@ def test_packed_and_used(device: str) -> None:
         assert nothing is None
 
 
-def test_rectangles_and_bounds_that_say_nothing_of_them() -> None:
+def test_bounds_on_dense_sides_have_no_effect() -> None:
     q, k, v = dense("cpu", torch.float32)
     out, lse = fa4.flash_attn_varlen_func(q, k, v, max_seqlen_q=1, max_seqlen_k=1, causal=True, return_lse=True)
     assert_results((q, k, v), out, lse, causal=True)
@@ -175,7 +175,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(name: str) -> None:
     tensors = dense("cpu", torch.float32, grad=False)
     for function in (fa4.flash_attn_func, fa4.flash_attn_varlen_func):
         if name in inspect.signature(function).parameters:
@@ -183,7 +183,7 @@ def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
                 function(*tensors, **{name: True if name == "gather_bwd_recompute_p" else tensors[0]})
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     tensors = dense("cpu", torch.float32, grad=False)
     for changes, words in (
         ({"window_size": (5, -1.0)}, r"window_size right=-1\.0"),
@@ -217,7 +217,7 @@ def test_bounds_may_be_tensors(device: str) -> None:
         torch.testing.assert_close(out, expected)
 
 
-def test_a_schedule_is_passed_back_and_a_part_of_the_keys_repeats_bits(device: str) -> None:
+def test_schedules_are_passed_back_and_split_sizes_repeat_bits(device: str) -> None:
     inputs = varlen_arrays(replace(PACKED, keys=(700, 3, 0, 290)))
     arguments = arguments_of(inputs, device)
     del arguments["diagonal_offset"]

@@ -1,4 +1,4 @@
-"""cuflash under flash-attn's names: what is registered, what asks for it, and what `restore` leaves."""
+"""cuflash under flash-attn's names: registered modules, clients that import them, and `restore`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _restored() -> Iterator[None]:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A package flash_attn that is installed, with a module that cuflash does not have."""
+    """Installs a package flash_attn with a module that cuflash does not have."""
     for name, text in (
         ("flash_attn/__init__.py", "__version__ = '1.0'"),
         ("flash_attn/layers/__init__.py", ""),
@@ -93,14 +93,14 @@ def test_imports_find_the_functions_of_cuflash_under_their_names() -> None:
     assert torch.equal(pad_input(rows, indices, 2, 3), x * mask[..., None])
 
 
-def test_the_version_is_one_that_clients_take() -> None:
+def test_versions_are_accepted_by_clients() -> None:
     flash_attn.activate()
     import flash_attn as theirs
 
     assert theirs.__version__ == "2.8.3"
 
 
-def test_what_is_not_there_is_a_module_that_is_not_found() -> None:
+def test_absent_modules_are_not_found() -> None:
     flash_attn.activate()
     for name in ("layers", "layers.rotary", "ops.triton.rotary", "losses", "modules.mha", "cute.utils"):
         first = name.split(".")[0] if "cute" not in name else name
@@ -108,7 +108,7 @@ def test_what_is_not_there_is_a_module_that_is_not_found() -> None:
         with pytest.raises(ModuleNotFoundError, match=words) as caught:
             importlib.import_module(f"flash_attn.{name}")
         assert caught.value.name == f"flash_attn.{first}"
-        assert importlib.util.find_spec(f"flash_attn.{first}") is None  # by which programs look for modules
+        assert importlib.util.find_spec(f"flash_attn.{first}") is None  # programs look for modules by it
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("flash_attn_2_cuda")
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'flash_attention'$"):
@@ -116,7 +116,7 @@ def test_what_is_not_there_is_a_module_that_is_not_found() -> None:
     assert importlib.util.find_spec("flash_attn_3._C") is None
 
 
-def test_what_a_module_lacks_is_an_import_error_that_names_cuflash() -> None:
+def test_absent_names_are_import_errors_that_name_cuflash() -> None:
     flash_attn.activate()
     for name, missing in (("flash_attn", "layers"), ("flash_attn", "zzz"), ("flash_attn.bert_padding", "zzz"),
                           ("flash_attn.flash_attn_interface", "attend"), ("flash_attn.cute", "utils"),
@@ -154,7 +154,7 @@ def test_other_libraries_import_afterwards(module: str, as_installed: bool) -> N
     assert run_python("-c", f"{activate}; import {module}; print('imported')").splitlines()[-1] == "imported"
 
 
-def test_kernels_of_version_4_that_pytorch_would_call_are_refused_before_it_compiles() -> None:
+def test_flex_attention_on_version_4_kernels_is_refused_before_compiling() -> None:
     flex = pytest.importorskip("torch._inductor.kernel.flex.flex_flash_attention")
     flash_attn.activate()
     try:
@@ -172,7 +172,7 @@ def test_kernels_of_version_4_that_pytorch_would_call_are_refused_before_it_comp
 
 
 @pytest.mark.gpu
-def test_flex_attention_on_kernels_of_version_4_gets_an_answer() -> None:
+def test_flex_attention_on_version_4_kernels_raises_our_error() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     flash_attn.activate()
@@ -182,7 +182,7 @@ def test_flex_attention_on_kernels_of_version_4_gets_an_answer() -> None:
         compiled(q, k, v)
 
 
-def test_a_second_call_does_nothing_and_restore_may_be_called_at_any_time() -> None:
+def test_second_activate_and_second_restore_do_nothing() -> None:
     flash_attn.restore()
     flash_attn.activate()
     first = registered()
@@ -208,7 +208,7 @@ def test_an_installed_package_is_refused_unless_forced(package: Path) -> None:
     assert importlib.import_module("flash_attn.layers.rotary").version == "1.0"
 
 
-def test_modules_of_an_installed_package_stand_again_where_they_stood(package: Path) -> None:
+def test_restore_brings_back_an_installed_package(package: Path) -> None:
     before = {name: importlib.import_module(name) for name in ("flash_attn", "flash_attn.layers", "flash_attn.cute")}
     flash_attn.activate(force=True)
     theirs = importlib.import_module("flash_attn")
@@ -219,7 +219,7 @@ def test_modules_of_an_installed_package_stand_again_where_they_stood(package: P
     assert before["flash_attn"].cute is before["flash_attn.cute"]
 
 
-def test_a_module_that_somebody_made_is_refused_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_stub_is_refused_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = type(sys)("flash_attn_interface")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", stub)
     with pytest.raises(UnsupportedError, match=r"flash_attn_interface .* is installed"):
@@ -230,7 +230,7 @@ def test_a_module_that_somebody_made_is_refused_and_put_back(monkeypatch: pytest
     assert sys.modules["flash_attn_interface"] is stub
 
 
-def test_distributions_are_told_only_if_asked() -> None:
+def test_distributions_are_listed_only_as_installed() -> None:
     flash_attn.activate()
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash_attn")
@@ -273,7 +273,7 @@ if {as_installed}:
 
 
 @pytest.mark.parametrize("as_installed", [False, True])
-def test_transformers_offers_it_if_distributions_are_told(as_installed: bool) -> None:
+def test_transformers_offers_flash_attention_as_installed(as_installed: bool) -> None:
     pytest.importorskip("transformers", "5.0", reason="its checks are written as those of version 5")
     printed = run_python("-c", TRANSFORMERS.format(as_installed=as_installed)).splitlines()
     assert printed[0] == str([as_installed] * 3)

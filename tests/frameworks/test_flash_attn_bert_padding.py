@@ -43,7 +43,7 @@ def test_rows_with_several_sequences_are_cut_at_their_lengths() -> None:
     assert torch.equal(pad_input(rows, indices, 3, 6)[2], x[2])
 
 
-def test_nothing_may_be_there() -> None:
+def test_empty_batches_are_packed() -> None:
     rows, indices, cu_seqlens, max_seqlen, _ = unpad_input(torch.randn(2, 3, 4), torch.zeros(2, 3))
     assert (rows.shape, cu_seqlens.tolist(), max_seqlen) == ((0, 4), [0, 0, 0], 0)
     assert torch.equal(pad_input(rows, indices, 2, 3), torch.zeros(2, 3, 4))

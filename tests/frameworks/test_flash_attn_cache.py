@@ -39,7 +39,7 @@ def each(cases: list[Sequences]) -> Any:
 
 
 def arguments_for(module: Any, inputs: VarlenArrays, device: str = "cpu") -> dict[str, Any]:
-    """The arguments of `flash_attn_with_kvcache`."""
+    """Returns the arguments of `flash_attn_with_kvcache`."""
     arguments = arguments_of(inputs, device)
     for ours, theirs in (("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "cache_seqlens")):
         if ours in arguments:
@@ -71,7 +71,7 @@ def test_version_3_takes_packed_queries(case: Sequences, device: str) -> None:
     assert_sequences(inputs, out, lse)
 
 
-def test_a_bound_on_queries_that_are_not_packed_says_nothing() -> None:
+def test_max_seqlen_q_of_dense_queries_has_no_effect() -> None:
     arguments = arguments_for(fa3, varlen_arrays(WHOLE))
     expected = fa3.flash_attn_with_kvcache(**arguments)
     assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, max_seqlen_q=1), expected)
@@ -79,7 +79,7 @@ def test_a_bound_on_queries_that_are_not_packed_says_nothing() -> None:
 
 @BOTH
 @each([WHOLE, CASES[3], CASES[4]])
-def test_one_length_of_all_may_be_a_number(module: Any, case: Sequences, device: str) -> None:
+def test_cache_seqlens_may_be_a_number(module: Any, case: Sequences, device: str) -> None:
     case = replace(case, keys=(12,) * 3, spare_k=(4,) * 3, used_k=True)
     inputs = varlen_arrays(case)
     arguments = arguments_for(module, inputs, device) | {"cache_seqlens": 12}
@@ -92,7 +92,7 @@ def test_one_length_of_all_may_be_a_number(module: Any, case: Sequences, device:
             module.flash_attn_with_kvcache(**arguments | {"cache_seqlens": wrong})
 
 
-def test_gradients_flow_where_keys_have_places_of_their_own() -> None:
+def test_gradients_flow_through_dense_caches() -> None:
     q, k, v = dense("cpu", torch.float32)
     out, lse = fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=12, causal=True, return_softmax_lse=True)
     assert_results((q, k, v), out, lse, causal=True)
@@ -113,7 +113,7 @@ def test_cached_keys_refuse_gradients_in_backward_alone(module: Any, case: Seque
         out.sum().backward()
 
 
-def test_schedules_are_made_kept_and_passed_back() -> None:
+def test_schedules_are_copied_and_passed_back() -> None:
     arguments = arguments_for(fa3, varlen_arrays(CASES[1]))
     lengths = arguments["cache_seqlens"]
     schedule = fa3.get_scheduler_metadata(3, 2, 19, 4, 2, 16, lengths, causal=True, window_size=(-1, -1), num_splits=4)
@@ -137,13 +137,13 @@ def test_schedules_are_made_kept_and_passed_back() -> None:
     ],
     ids=lambda x: x.__name__.split(".")[-1] if hasattr(x, "__name__") else x.replace(" ", "_"),
 )
-def test_what_is_not_offered_is_refused_by_name(module: Any, name: str, words: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(module: Any, name: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{name}.*{words}"):
         module.flash_attn_with_kvcache(**arguments_for(module, varlen_arrays(WHOLE)), **{name: torch.ones(1)})
 
 
 @BOTH
-def test_what_does_not_fit_is_refused(module: Any) -> None:
+def test_invalid_arguments_are_refused(module: Any) -> None:
     table = "block_table" if module is fa2 else "page_table"
     arguments = arguments_for(module, varlen_arrays(CASES[4]))
     for changes, words in (
@@ -199,7 +199,7 @@ def test_a_row_of_a_table_may_serve_several_sequences_and_may_be_missing(device:
         assert (lse[hidden] == -torch.inf).all()
 
 
-def test_a_row_that_a_table_in_host_memory_lacks_is_an_error() -> None:
+def test_host_page_table_without_a_row_is_an_error() -> None:
     arguments = arguments_for(fa3, varlen_arrays(replace(CASES[4], keys=(40, 40, 40))), "cpu")
     order = torch.tensor([1, -1, 3], dtype=torch.int32)
     with pytest.raises(ProblemError, match=r"^cache_batch_idx\[1\] is -1, but page_table has 3 rows"):

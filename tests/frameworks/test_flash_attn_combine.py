@@ -18,7 +18,7 @@ from cuflash.frameworks.torch import attention
 
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_out", [False, True])
-def test_version_3_combines_parts_to_the_whole(out_dtype: Any, has_out: bool) -> None:
+def test_version_3_merges_splits(out_dtype: Any, has_out: bool) -> None:
     q, k, v = (x.detach() for x in random_qkv("cpu", torch.float32))
     parts = [cuflash.forward(q, k[:, i : i + 4], v[:, i : i + 4], return_lse=True) for i in (0, 4, 8)]
     out_partial = torch.stack([out for out, _ in parts])
@@ -33,7 +33,7 @@ def test_version_3_combines_parts_to_the_whole(out_dtype: Any, has_out: bool) ->
     assert_results((q, k, v), out, lse.transpose(1, 2))
 
 
-def test_version_3_refuses_what_does_not_fit() -> None:
+def test_version_3_refuses_invalid_arguments() -> None:
     out, lse = torch.zeros(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4)
     for arguments, words in (
         ((out, lse.transpose(2, 3)), "lse_partial"),
@@ -50,7 +50,7 @@ def test_version_3_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_version_4_combines_parts_to_the_whole(is_packed: bool, dtype: Any, device: str) -> None:
+def test_version_4_merges_splits(is_packed: bool, dtype: Any, device: str) -> None:
     tensors = q, k, v = random_qkv(device, torch.float32, grad=False)
     parts = [attention(q, k[:, i : i + 4], v[:, i : i + 4], return_lse=True) for i in (0, 4, 8)]
     out_partial = torch.stack([out for out, _ in parts]).to(dtype)
@@ -72,7 +72,7 @@ def test_version_4_combines_parts_to_the_whole(is_packed: bool, dtype: Any, devi
         assert_results(tensors, result.reshape(q.shape), lse.reshape(2, 9, 4).transpose(1, 2))
 
 
-def test_version_4_refuses_what_does_not_fit() -> None:
+def test_version_4_refuses_invalid_arguments() -> None:
     out, lse = torch.zeros(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4)
     for arguments, words in (
         ((out, lse.transpose(2, 3)), "lse_partial"),

@@ -1,4 +1,4 @@
-"""Errors of the interfaces of flash-attn: they name arguments as the caller does, and the axes of shapes."""
+"""Errors of the flash-attn interfaces: they have the caller's argument names, and the axes of shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ALiBi, dropout, sinks and chunks under flash-attn's names: results, gradients, weights, and what is refused."""
+"""ALiBi, dropout, sinks and chunks under flash-attn's names: results, gradients, weights and refusals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "win
 
 
 def tensors(device: str, lengths: tuple[int, int] = (9, 12)) -> list[Any]:
-    """q, k and v with 4 heads of q and 2 of k that want gradients."""
+    """Returns q, k and v with 4 heads of q and 2 of k that require grad."""
     return list(random_qkv(device, torch.float32 if device == "cpu" else torch.float16, lengths=lengths))
 
 
 def eager(q: Any, k: Any, v: Any, slopes: Any = None, scale: float | None = None, mask: Any = None) -> Any:
-    """(out, lse, weights) with all weights in memory, in float64."""
+    """Returns (out, lse, weights) with all weights in memory, in float64."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     rows = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
@@ -136,7 +136,7 @@ def test_dropout_and_its_weights(is_packed: bool, device: str) -> None:
         near(got.reshape(real.shape), real)
 
 
-def test_the_private_functions_hand_the_seed_on() -> None:
+def test_private_functions_pass_the_seed_to_backward() -> None:
     q, k, v = (x.detach() for x in tensors("cpu"))
     mask = (0.3, 0.25, True, -1, -1, 0.0, SLOPES["of heads"])
     out, lse, weights, state = fa2._flash_attn_forward(q, k, v, *mask, True)
@@ -219,12 +219,12 @@ def test_a_model_compiles_around_the_calls() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ProblemError, match=words):
         fa2.flash_attn_func(*tensors("cpu"), **arguments)
 
 
-def test_what_drops_nothing_is_no_dropout() -> None:
+def test_tiny_dropout_drops_nothing() -> None:
     inputs = tensors("cpu")
     out, _, weights = fa2.flash_attn_func(*inputs, dropout_p=1e-30, return_attn_probs=True)
     assert torch.equal(out, fa2.flash_attn_func(*inputs))

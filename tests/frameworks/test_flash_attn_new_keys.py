@@ -1,4 +1,4 @@
-"""`flash_attn_with_kvcache` with new keys: they stand in the cache, rotated, and are seen."""
+"""`flash_attn_with_kvcache` with new keys: they are written to the cache, rotated, and attended to."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ NAMES = {"seqused_k": "cache_seqlens", "cu_seqlens_k": "cu_seqlens_k_new"}
 
 
 def call_of(module: Any, place: str = "rows", rotation: str = "halves", **changes: Any) -> Arguments:
-    """NumPy arguments of `append_kv`, with queries whether they are rotated or not."""
+    """Returns NumPy arguments of `append_kv`, with queries even if nothing is rotated."""
     call = {"dtype": "float32", "dims": (16, 16)} | ROTATIONS[rotation] | changes
     call = drawn(place=place, **call)
     if "q" not in call:
         call["q"] = drawn(**{"dims": (16, 16), "rotary_dim": 2} | changes)["q"]
         if "queries" in changes and not isinstance(changes["queries"], int):
             call["cu_seqlens_q"] = drawn(**{"rotary_dim": 2} | changes)["cu_seqlens_q"]
-    for number, name in enumerate(WRITTEN):  # why: they hold NaN, which keys that are used may not
+    for number, name in enumerate(WRITTEN):  # they hold NaN, which used keys must not
         call[name] = np.random.default_rng(number).standard_normal(call[name].shape).astype(call[name].dtype)
     return call
 
 
 def theirs(module: Any, call: Arguments, device: str) -> Arguments:
-    """The same as arguments of flash-attn."""
+    """Returns these arguments by flash-attn's names."""
     arguments = {NAMES.get(name, name): torch_of(x, device) for name, x in call.items() if isinstance(x, np.ndarray)}
     if module is fa2 and "page_table" in arguments:
         arguments["block_table"] = arguments.pop("page_table")
@@ -43,7 +43,7 @@ def theirs(module: Any, call: Arguments, device: str) -> Arguments:
 
 
 def check(module: Any, call: Arguments, device: str, same: bool, **options: Any) -> None:
-    """Holds caches and results against those of a call that is given the rows where they belong."""
+    """Compares caches and results to a call whose cache already has the new rows."""
     arguments = theirs(module, call, device)
     bounds = call.get("cu_seqlens_q")
     if bounds is not None:
@@ -66,7 +66,7 @@ def check(module: Any, call: Arguments, device: str, same: bool, **options: Any)
 @pytest.mark.parametrize("options", [CAUSAL, FULL], ids=["causal", "full"])
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("place", ["rows", "indexed", "pages of 3"])
-def test_new_keys_are_written_and_seen(
+def test_new_keys_are_written_and_attended_to(
     module: Any, place: str, rotation: str, options: dict[str, Any], device: str
 ) -> None:
     check(module, call_of(module, place, rotation), device, not options["causal"], **options)
@@ -111,14 +111,14 @@ def test_version_3_takes_packed_rows(counts: dict[str, Any], rotation: str, devi
         (fa3, (torch.tensor(2), torch.tensor(2)), False),
     ],
 )
-def test_queries_stand_at_one_position_where_flash_attn_sees_no_mask(module: Any, window: Any, same: bool) -> None:
+def test_queries_without_a_mask_share_one_rotary_position(module: Any, window: Any, same: bool) -> None:
     check(module, call_of(module, capacity=33), "cpu", same, window_size=window)
     check(module, call_of(module, capacity=33), "cpu", False, window_size=window, causal=True)
 
 
 @BOTH
 @pytest.mark.parametrize("place", ["rows", "indexed", "pages of 3"])
-def test_one_length_of_all_may_be_a_number(module: Any, place: str, device: str) -> None:
+def test_cache_seqlens_may_be_a_number(module: Any, place: str, device: str) -> None:
     call = call_of(module, place, lengths=(7, 7, 7))
     arguments = theirs(module, call, device)
     again = theirs(module, call, device)
@@ -163,7 +163,7 @@ def test_compiled_is_eager() -> None:
 
 
 @BOTH
-def test_what_does_not_fit_is_refused_and_nothing_is_written(module: Any) -> None:
+def test_refused_calls_write_nothing(module: Any) -> None:
     arguments = theirs(module, call_of(module), "cpu")
     before, short_table = arguments["k_cache"].clone(), arguments["rotary_cos"][:32]
     wanting = arguments["q"].clone().requires_grad_()

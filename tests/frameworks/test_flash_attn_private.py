@@ -1,4 +1,4 @@
-"""flash-attn 2's private functions, called as the packages call them that build upon these."""
+"""flash-attn 2's private functions, called as by the packages that build upon them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def options_of(scale: Any, causal: bool, left: int, right: int, softcap: float) 
 
 
 def parts(like: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Targets of gradients of these: every second row of memory that holds NaN."""
+    """Returns targets for gradients of these: every second row of memory that holds NaN."""
     wide = [torch.full((2 * len(x), *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device) for x in like]
     return tuple(x[::2] for x in wide)
 
@@ -56,7 +56,7 @@ def test_views_of_one_packed_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize(("heads", "length"), [(4, 9), (4, 4), (1, 1)])
-def test_the_way_of_diffusers(heads: int, length: int, device: str) -> None:
+def test_transposed_lse_of_diffusers_is_accepted(heads: int, length: int, device: str) -> None:
     class Function(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
@@ -130,7 +130,7 @@ def test_compiled_is_eager() -> None:
     assert all(map(torch.equal, compiled(q, k, v), step(q, k, v)))
 
 
-def test_tensors_that_want_gradients_are_taken_by_backwards() -> None:
+def test_backward_accepts_tensors_that_require_grad() -> None:
     q, k, v = tensors = dense("cpu", torch.float32)
     mask = 0.0, 0.25, False, -1, -1, 0.0, None
     out, lse, *_ = fa2._flash_attn_forward(q, k, v, *mask, False)
@@ -140,7 +140,7 @@ def test_tensors_that_want_gradients_are_taken_by_backwards() -> None:
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(targets, expected, strict=True))
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
+def test_refused_calls_write_nothing() -> None:
     q, k, v = dense("cpu", torch.float32, grad=False)
     mask = 0.25, False, -1, -1, 0.0, None
     out, lse, *_ = fa2._flash_attn_forward(q, k, v, 0.0, *mask, False)

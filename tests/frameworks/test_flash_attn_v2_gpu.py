@@ -74,7 +74,7 @@ def test_packed(device: str) -> None:
     check_gradients(inputs, [in_numpy(x) for x in result], dlse=False)
 
 
-def test_dropped_weights_are_those_of_the_backward() -> None:
+def test_backward_drops_the_forwards_weights() -> None:
     q, k, v = tensors = dense("cpu", torch.float32)
     out, lse, _, state = v2_gpu.fwd(q, k, v, None, None, 0.5, *CAUSAL, False, None)
     *result, _ = v2_gpu.bwd(out, q, k, v, out, lse, None, None, None, None, 0.5, *CAUSAL, True, None, state)
@@ -99,7 +99,7 @@ def test_over_a_cache(is_paged: bool, device: str) -> None:
     assert_sequences(inputs, out, lse)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     q, k, v = dense("cpu", torch.float32, grad=False)
     with pytest.raises(ProblemError, match=r"out has shape \(2, 3, 4, 16\)"):
         v2_gpu.fwd(q, k, v, q[:, :3], None, 0.0, *CAUSAL, False, None)

@@ -1,4 +1,4 @@
-"""Packed sequences in the interfaces of flash-attn 2 and 3: results, gradients and what is refused."""
+"""Packed sequences in the interfaces of flash-attn 2 and 3: results, gradients and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def each(cases: list[Sequences]) -> Any:
 
 
 def called(inputs: VarlenArrays, device: str) -> dict[str, Any]:
-    """The arguments of `flash_attn_varlen_func`, whose tensors want gradients if they can have any."""
+    """Returns the arguments of `flash_attn_varlen_func`; tensors require grad where supported."""
     arguments = arguments_of(inputs, device, grad=inputs.sequences.has_gradients)
     arguments.pop("diagonal_offset")
     lengths = {"max_seqlen_q": max(inputs.sequences.queries), "max_seqlen_k": max(inputs.sequences.keys)}
@@ -40,7 +40,7 @@ def called(inputs: VarlenArrays, device: str) -> dict[str, Any]:
 
 
 def bounds_of(lengths: tuple[int, ...], device: str) -> Any:
-    """cu_seqlens of sequences without gaps."""
+    """Returns cu_seqlens of sequences without gaps."""
     return torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
 
 
@@ -88,7 +88,7 @@ def test_version_2_reads_lengths_of_pages_from_cu_seqlens(device: str) -> None:
         wanting.sum().backward()
 
 
-def test_positional_arguments_stand_in_the_order_of_each_version(device: str) -> None:
+def test_positional_arguments_follow_each_versions_order(device: str) -> None:
     case = replace(PACKED, causal=True, window_size=(3, 0), softmax_scale=0.2)
     inputs = varlen_arrays(case)
     arguments = called(inputs, device)
@@ -104,7 +104,7 @@ def test_positional_arguments_stand_in_the_order_of_each_version(device: str) ->
         fa3.flash_attn_varlen_func(*leading, 0.0, 0.2, True)
 
 
-def test_packed_tensors_are_attention_of_their_parts(device: str) -> None:
+def test_packed_tensors_equal_separate_tensors(device: str) -> None:
     bounds, weight = bounds_of((5, 0, 9), device), torch.linspace(-1, 1, 16, device=device)
     qkv = torch.randn(14, 3, 4, 16, device=device, requires_grad=True)
     q, k, v = qkv.unbind(1)
@@ -149,7 +149,7 @@ def test_compiled_is_eager() -> None:
 
 
 @BOTH
-def test_what_does_not_fit_is_refused(module: Any) -> None:
+def test_invalid_arguments_are_refused(module: Any) -> None:
     arguments = called(varlen_arrays(PACKED).filled(0.0), "cpu")
     for changes, words in (
         ({"q": arguments["q"][None]}, r"q has shape \(1, \d+, 4, 16\); give \(total, heads, head_dim\)"),
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused(module: Any) -> None:
     ],
     ids=lambda x: "_".join(x) if isinstance(x, dict) else x.__name__.split(".")[-1],
 )
-def test_what_is_not_offered_is_refused_by_name(module: Any, changes: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused_by_name(module: Any, changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(changes))):
         module.flash_attn_varlen_func(**called(varlen_arrays(PACKED), "cpu") | changes)
 

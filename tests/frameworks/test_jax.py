@@ -40,7 +40,7 @@ def on_the_cpu() -> Any:
 
 
 def loss(function: Function, *, of_lse: bool = False) -> Function:
-    """A number whose gradient in out depends on out (and on lse)."""
+    """Returns a scalar whose gradient in out depends on out (and on lse)."""
 
     def value(*arrays: Any) -> Any:
         results = function(*arrays)
@@ -51,7 +51,7 @@ def loss(function: Function, *, of_lse: bool = False) -> Function:
 
 
 def same(got: Any, expected: Any) -> None:
-    """Trees of arrays are equal bit for bit."""
+    """Asserts that trees of arrays are equal bit for bit."""
     got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
     assert len(got) == len(expected)
     for x, y in zip(got, expected, strict=True):
@@ -60,7 +60,7 @@ def same(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", CASES_HERE, ids=lambda case: case.name)
-def test_values_and_gradients_are_those_of_float64(case: Case, jitted: bool) -> None:
+def test_values_and_gradients_match_float64(case: Case, jitted: bool) -> None:
     arrays = case.arrays()
     dout, dlse = upstream(case)
     call = functools.partial(attention, return_lse=True, **case.arguments())
@@ -81,7 +81,7 @@ def test_float64_is_float64_where_jax_has_it_enabled() -> None:
 
 
 def arrays_of(rank: int, *lead: int) -> list[Any]:
-    """q, k and v of CASE, those of rank 2 with one head, behind further axes."""
+    """Returns q, k and v of CASE with further leading axes; one head for rank 2."""
     shapes = [shape[4 - rank :] if rank > 2 else (shape[1], shape[3]) for shape in CASE.shapes()]
     keys = jax.random.split(jax.random.key(rank), 3)
     return [jax.random.normal(key, (*lead, *shape)) for key, shape in zip(keys, shapes, strict=True)]
@@ -92,7 +92,7 @@ causal_gradients = jax.grad(loss(causal, of_lse=True), (0, 1, 2))
 
 
 def one_by_one(function: Function, arrays: list[Any], axes: tuple[int | None, ...]) -> Any:
-    """What vmap stands for."""
+    """Computes vmap as a loop."""
 
     def nth(n: int) -> list[Any]:
         return [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(arrays, axes, strict=True)]
@@ -102,7 +102,7 @@ def one_by_one(function: Function, arrays: list[Any], axes: tuple[int | None, ..
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
-def test_every_rank_is_that_of_forward(rank: int) -> None:
+def test_every_rank_equals_forward(rank: int) -> None:
     arrays = arrays_of(rank)
     q, k, v = (x[None, :, None] if rank == 2 else x[None] if rank == 3 else x for x in arrays)
     out, lse = causal(*arrays)
@@ -140,7 +140,7 @@ def test_vmaps_within_each_other_and_within_grad() -> None:
 
 
 @pytest.mark.parametrize(("rank", "axis"), [(4, 0), (4, 1), (4, 2), (3, 0), (3, 1), (2, 0), (2, 1)])
-def test_vmap_over_batch_or_heads_moves_nothing(rank: int, axis: int) -> None:
+def test_vmap_over_batch_or_heads_transposes_nothing(rank: int, axis: int) -> None:
     arrays = [jnp.stack([x] * 3, axis) for x in arrays_of(rank)]
     for function, outs in ((attention, axis), (jax.grad(loss(attention), (0, 1, 2)), axis)):
         program = jax.jit(jax.vmap(function, axis, outs)).lower(*arrays).compile().as_text()
@@ -189,7 +189,7 @@ def test_the_search_for_nans_and_infinities_ends_at_the_call() -> None:
                 call(*((bad, k, v) if bad.shape == q.shape else (q, k, bad)))
 
 
-def test_derivatives_that_are_not_offered_are_errors() -> None:
+def test_unsupported_derivatives_are_errors() -> None:
     arrays = arrays_of(4)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(attention, arrays, arrays)
@@ -205,13 +205,13 @@ def test_deterministic_reaches_the_program() -> None:
     same(gradient(*arrays), jax.grad(loss(attention))(*arrays))
 
 
-def test_numpy_arrays_are_taken_and_threads_do_not_meet() -> None:
+def test_numpy_arrays_work_in_concurrent_threads() -> None:
     arrays = [np.asarray(x) for x in arrays_of(4)]
     expected = jax.tree.leaves((causal(*arrays), causal_gradients(*arrays)))
 
     def work(index: int) -> None:
         for _ in range(20):
-            # why not bitwise: a BLAS library may sum in another order in another thread.
+            # To a tolerance: a BLAS library may sum in another order in another thread.
             results = jax.tree.leaves((causal(*arrays), causal_gradients(*arrays)))
             for got, exact in zip(results, expected, strict=True):
                 oracle.assert_units("a thread's result", got, exact, ulps=8)
@@ -247,18 +247,18 @@ BAD: list[tuple[str, list[Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("arrays", "arguments", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_a_mistake_is_the_librarys_own_error_while_tracing(
+def test_invalid_arguments_raise_our_error_while_tracing(
     arrays: list[Any], arguments: dict[str, Any], message: str, jitted: bool
 ) -> None:
     if jitted and (isinstance(arrays[0], list) or arrays[0].dtype.kind == "M"):
         pytest.skip("jit does not pass lists and dates on")
-    attention(*shaped(X, X, X), causal=True)  # what is equal to a legal argument is not found in its place
+    attention(*shaped(X, X, X), causal=True)  # its cached result must not serve equal arguments (1 for True)
     call = functools.partial(attention, **arguments)
     with pytest.raises(ProblemError, match=message):
         (jax.jit(call) if jitted else call)(*arrays)
 
 
-def test_the_eager_call_of_forward_names_the_way_for_tracers() -> None:
+def test_eager_forward_refuses_tracers_and_names_the_jax_function() -> None:
     import cuflash
 
     with pytest.raises(UnsupportedError, match=r"cuflash\.frameworks\.jax"):
@@ -268,8 +268,8 @@ def test_the_eager_call_of_forward_names_the_way_for_tracers() -> None:
 @pytest.mark.parametrize("window", [None, 2, 0, (3, 1), (0, 4)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rank", [3, 4])
-def test_dot_product_attention_is_that_of_jax(rank: int, is_causal: bool, window: Any) -> None:
-    """Both are held against float64 with the diagonal where JAX's documents have it: at the first query and key."""
+def test_dot_product_attention_equals_jax_nn(rank: int, is_causal: bool, window: Any) -> None:
+    """Compares both to float64 with jax.nn's alignment: the diagonal begins at the first query and key."""
     arrays = arrays_of(rank)
     arrays[2] = arrays[2][..., :8]
     arguments = {"is_causal": is_causal, "local_window_size": window, "scale": 0.4}
@@ -290,7 +290,7 @@ def test_dot_product_attention_is_that_of_jax(rank: int, is_causal: bool, window
     same(jax.grad(loss(with_residual, of_lse=True))(*arrays), jax.grad(loss(ours))(*arrays))
 
 
-def test_dot_product_attention_has_the_signature_of_jax_and_refuses_what_it_cannot_do() -> None:
+def test_dot_product_attention_has_jax_nns_signature_and_refuses_the_rest() -> None:
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
         for f in (dot_product_attention, jax.nn.dot_product_attention)
@@ -326,7 +326,7 @@ def test_deleted_arrays_are_refused() -> None:
         attention(arrays[0], arrays[0], arrays[2], sinks=sinks)
 
 
-def test_an_older_jax_is_told_from_which_one_on_it_works() -> None:
+def test_older_jax_is_refused_with_the_oldest_version() -> None:
     code = """
 import jax
 jax.__version_info__, jax.__version__ = (0, 8, 1), "0.8.1"

@@ -1,4 +1,4 @@
-"""Block masks in `cuflash.frameworks.jax`: operands of a call, under transformations as without any."""
+"""Block masks in `cuflash.frameworks.jax`: operands of a call, plain and under transformations."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES = {"shared": (documents, 1, 1), "of all": (of_heads_and_batch, BATCH, HEAD
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-def test_a_call_with_a_block_mask_is_that_with_its_mask_mod(name: str, jitted: bool) -> None:
+def test_block_mask_equals_its_mask_mod(name: str, jitted: bool) -> None:
     maker, batch, heads = CASES[name]
     mask_mod, slopes = maker(jnp.asarray([70, 150])), jnp.linspace(0.01, 0.3, HEADS)
     tilted = lambda slopes: lambda s, b, h, i, j: s - slopes[h] * jnp.abs(i - j)  # noqa: E731
@@ -123,7 +123,7 @@ def test_vmap_of_dropout() -> None:
 
 
 @only_on_the_cpu
-def test_the_cells_are_what_a_call_reads() -> None:
+def test_calls_read_the_mask_tiles() -> None:
     block_mask = block_mask_of(lambda b, h, q, k: (q + k) % 3 != 0)
     block_mask = jax.tree.map(lambda mask_tiles: mask_tiles.at[:, :, :, 1:].set(0), block_mask)
     program = str(jax.make_jaxpr(lambda *x: attention(*x, block_mask=block_mask))(*arrays()))
@@ -131,7 +131,7 @@ def test_the_cells_are_what_a_call_reads() -> None:
     assert "'mask_tiles'" in program
 
 
-def test_lengths_are_those_that_the_block_mask_was_made_of() -> None:
+def test_block_masks_with_lengths_require_them_in_calls() -> None:
     q, k, v = arrays()
     used = jnp.asarray([60, 190], jnp.int32)
     mask_mod = lambda b, h, i, j: (j < mods.seqlen_k() - 50) & ((i + j) % 7 != 0)  # noqa: E731
@@ -148,7 +148,7 @@ def test_lengths_are_those_that_the_block_mask_was_made_of() -> None:
 
 
 @only_on_the_cpu
-def test_bands_are_plain_windows_and_judged_all_the_same() -> None:
+def test_bands_become_windows_and_are_validated() -> None:
     q, k, v = arrays()
     block_mask = block_mask_of(mods.causal)
     program = str(jax.make_jaxpr(lambda *x: attention(*x, block_mask=block_mask))(q, k, v))
@@ -159,7 +159,7 @@ def test_bands_are_plain_windows_and_judged_all_the_same() -> None:
 
 @only_on_the_cpu
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-def test_mistakes(jitted: bool) -> None:
+def test_invalid_block_masks_are_refused(jitted: bool) -> None:
     mask_mod, other = (documents(jnp.asarray([70, n])) for n in range(2))
     of_numpy = cuflash.create_block_mask(documents(np.array([70])), 1, 1, ROWS, KEYS, like=np.zeros(()))
     wrong: dict[str, dict[str, Any]] = {
@@ -184,6 +184,6 @@ def test_mistakes(jitted: bool) -> None:
 
 
 @only_on_the_cpu
-def test_block_masks_are_made_outside_of_transformations() -> None:
+def test_create_block_mask_under_transformations_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"a traced JAX array .* has no memory yet"):
         jax.jit(lambda ends: block_mask_of(documents(ends)).cells)(jnp.asarray([70]))

@@ -1,4 +1,4 @@
-"""Programs that `jax.export` writes: for which platforms, with which gradients, and with which checks left out."""
+"""Programs that `jax.export` writes: platforms, gradients, and disabled checks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_program_for_the_cpu_may_be_mapped_over_any_number() -> None:
         np.testing.assert_array_equal(program.call(*arrays), attention(*arrays))
 
 
-def test_programs_are_exported_with_the_checks_of_the_library_left_out() -> None:
-    """With their gradients; for a GPU from a machine without one forward alone."""
+def test_programs_are_exported_with_export_checks() -> None:
+    """With gradients; for a GPU from a machine without one, forward alone."""
     q, k, v = (jax.random.normal(jax.random.key(n), (1, 6, 2, 8)) for n in range(3))
     loss = jax.jit(lambda *x: attention(*x, causal=True).sum())
     with pytest.raises(ValueError, match=r"(?s)compatibility guarantees.*cuflash_forward"):
@@ -62,7 +62,7 @@ def test_programs_are_exported_with_the_checks_of_the_library_left_out() -> None
     np.testing.assert_array_equal(jax.grad(again.call)(q, k, v), jax.grad(loss)(q, k, v))
 
 
-def test_forward_is_exported_for_a_gpu_by_a_machine_without_one() -> None:
+def test_forward_is_exported_for_gpus_without_a_gpu() -> None:
     if any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("needs a machine without a GPU")
     q = jax.random.normal(jax.random.key(0), (1, 7, 2, 8))

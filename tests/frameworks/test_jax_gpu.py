@@ -48,7 +48,7 @@ def cases(dtype: str) -> list[Case]:
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", range(5))
-def test_values_and_gradients_are_those_of_float64(number: int, dtype: str, jitted: bool) -> None:
+def test_values_and_gradients_match_float64(number: int, dtype: str, jitted: bool) -> None:
     case = cases(dtype)[number]
     arrays = case.arrays()
     dout, dlse = upstream(case)
@@ -73,20 +73,20 @@ def gradients(function: Any) -> Any:
 
 
 def assert_trees(got: Any, exact: Any, naive: Any, *, ulps: float) -> None:
-    """The tolerance rule for trees of arrays."""
+    """Applies the tolerance rule to trees of arrays."""
     for number, *leaves in zip(itertools.count(), *map(jax.tree.leaves, (got, exact, naive)), strict=False):
         oracle.assert_close(f"leaf {number}", *map(np.asarray, leaves), ulps=ulps)
 
 
 def assert_right(case: Case, arrays: list[Any], out: Any, grads: Any) -> None:
-    """Holds out and the gradients of `(out**2).sum()` against float64."""
+    """Compares out and the gradients of `(out**2).sum()` to float64."""
     q, k, v, out = map(np.asarray, (*arrays, out))
     oracle.assert_attention(case, (q, k, v), out)
     check(case, BackwardArgs(2 * out, q, k, v, out, None), grads, ulps=4)
 
 
 @pytest.mark.slow(60)
-def test_between_other_work_of_xla_it_is_in_order() -> None:
+def test_calls_keep_their_order_among_other_xla_work() -> None:
     x, w = random((1, 2048, 8, 128), (128, 128))
 
     def program(attend: Any, dtype: str = "bfloat16") -> Any:
@@ -144,7 +144,7 @@ def test_a_scan_of_fifty_layers_and_its_gradient(remat: bool) -> None:
     assert_trees(got, exact, naive, ulps=50)  # one for each layer
 
 
-def test_deterministic_gradients_repeat_bitwise_and_threads_do_not_meet() -> None:
+def test_deterministic_gradients_repeat_bitwise_in_threads() -> None:
     arrays = random(*[(2, 1000, 4, 64)] * 3)
     call = jax.jit(gradients(functools.partial(attention, causal=True, deterministic=True)))
     expected = [np.asarray(x.astype("float32")) for x in call(*arrays)]
@@ -157,7 +157,7 @@ def test_deterministic_gradients_repeat_bitwise_and_threads_do_not_meet() -> Non
     run_threads(work, 4)
 
 
-def test_what_no_kernel_takes_is_told_while_lowering() -> None:
+def test_unsupported_calls_are_refused_while_lowering() -> None:
     with jax.enable_x64(True), pytest.raises(UnsupportedError, match="float64 has no GPU kernel"):
         attention(*[np.zeros((1, 4, 2, 8))] * 3)
     wide = jnp.zeros((1, 4, 2, 500), "float16")
@@ -205,7 +205,7 @@ print(len(captured), sum(captured))
 
 
 def graphs(file: str, *flags: str) -> tuple[np.ndarray[Any, Any], int, int]:
-    """Norms of gradients in a process of its own, how often handlers were called, and how often within a capture."""
+    """Returns norms of gradients in a separate process, its handler calls, and the calls within a capture."""
     code = f"import jax.export\nFILE = {file!r}\n{GRAPHS}"
     *norms, counts = run_python("-c", code, XLA_FLAGS=" ".join(flags)).strip().split("\n")
     calls, captured = map(int, counts.split())
@@ -213,7 +213,7 @@ def graphs(file: str, *flags: str) -> tuple[np.ndarray[Any, Any], int, int]:
 
 
 def assert_same_norms(got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
-    """Norms of gradients that are summed in any order agree to one unit of bfloat16, which the gradients have."""
+    """Compares norms of gradients summed in any order, to one unit of bfloat16, their dtype."""
     for x, y in zip(got, expected, strict=True):
         oracle.assert_close("norms", x.astype(numpy_dtype("bfloat16")), y, y)
 
@@ -222,7 +222,7 @@ CAPTURE = "--xla_gpu_graph_min_graph_size=1"
 PLAIN = "--xla_gpu_enable_command_buffer="
 
 
-def test_command_buffers_replay_what_plain_calls_compute() -> None:
+def test_command_buffers_replay_the_results_of_plain_calls() -> None:
     plain, calls, captured = graphs("", PLAIN)
     assert (calls, captured) == (5 * 4 * 12, 0)
     replayed, again, captured = graphs("", CAPTURE)

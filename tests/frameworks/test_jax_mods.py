@@ -47,7 +47,7 @@ def normal(seed: int, *shape: int) -> Any:
 
 
 def arrays(*lead: int) -> list[Any]:
-    """q, k and v, slopes of heads, a bias and sinks."""
+    """Returns q, k and v, slopes of heads, a bias and sinks."""
     shapes = (BATCH, ROWS, HEADS, DIM), (BATCH, KEYS, HEADS_KV, DIM), (BATCH, KEYS, HEADS_KV, DIM)
     more = (HEADS,), (BATCH, HEADS, 1, KEYS), (HEADS,)
     return [normal(n, *lead, *shape) for n, shape in enumerate((*shapes, *more))]
@@ -55,7 +55,7 @@ def arrays(*lead: int) -> list[Any]:
 
 def plain(q: Any, k: Any, v: Any, score_mod: Any = None, mask_mod: Any = None, bias: Any = None, sinks: Any = None,
           factors: Any = 1.0) -> Any:  # fmt: skip
-    """(out, lse) straight from the contract. factors: what weights are multiplied by."""
+    """Computes (out, lse) from the definition. factors: multiply the weights."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
     indices = jnp.ix_(*map(jnp.arange, scores.shape))
@@ -82,7 +82,7 @@ def tilted(slopes: Any) -> Any:
 
 
 def of_whole_arrays(slopes: Any) -> Any:
-    """What cuflash itself does not trace: JAX computes a whole array, and a function without a name here."""
+    """Returns a score_mod that only JAX can trace: it computes a whole array, and calls an unknown function."""
     return lambda s, b, h, i, j: s * jnp.arctan(1.0) - jnp.exp(slopes).at[0].add(1.0)[h] * jnp.abs(i - j)
 
 
@@ -98,7 +98,7 @@ def theirs(*operands: Any, mod: Any = tilted) -> Any:
 
 
 def assert_close(got: Any, expected: Any, tolerance: float = 3e-5) -> None:
-    """Trees of arrays are nearly equal."""
+    """Asserts that trees of arrays are nearly equal."""
     got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
     assert len(got) == len(expected)
     for x, y in zip(got, expected, strict=True):
@@ -108,7 +108,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = 3e-5) -> None:
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("mod", [tilted, of_whole_arrays])
-def test_values_and_gradients_of_all_that_is_read(mod: Any, jitted: bool) -> None:
+def test_values_and_gradients_of_all_inputs(mod: Any, jitted: bool) -> None:
     operands = arrays()
 
     def both(*x: Any) -> Any:
@@ -118,7 +118,7 @@ def test_values_and_gradients_of_all_that_is_read(mod: Any, jitted: bool) -> Non
     assert_close((jax.jit(both) if jitted else both)(*operands), expected)
 
 
-def test_gradients_are_made_of_what_is_differentiated_alone() -> None:
+def test_gradients_are_computed_only_for_differentiated_arrays() -> None:
     q, k, v, slopes, bias, sinks = arrays()
     for number, grads in enumerate(("(0,)", "(1,)", "(2,)"), 3):
         program = str(jax.make_jaxpr(jax.grad(lambda *x: loss(ours(*x)), number))(q, k, v, slopes, bias, sinks))
@@ -208,7 +208,7 @@ def test_dropout_by_every_kind_of_seed() -> None:
 
 @only_on_the_cpu
 @pytest.mark.parametrize("seed", [7, -5, 2**31 - 1, np.int64(7), np.int8(-3), np.uint32(2**32 - 1)], ids=repr)
-def test_an_integer_drops_alike_as_a_number_an_array_and_a_traced_value(seed: Any) -> None:
+def test_an_integer_seed_drops_alike_as_number_array_and_tracer(seed: Any) -> None:
     q, k, v, *_ = arrays()
     call = lambda q, seed: attention(q, k, v, dropout_p=0.5, dropout_seed=seed)  # noqa: E731
     expected = forward(*map(np.asarray, (q, k, v)), dropout_p=0.5, dropout_seed=int(seed))
@@ -253,7 +253,7 @@ def test_packed_and_used_lengths() -> None:
         hidden = jnp.isneginf(expected[1])
         assert_close(jnp.where(hidden.swapaxes(1, 2)[..., None], 0, expected[0]), results[0])
         np.testing.assert_array_equal(hidden, jnp.isneginf(results[1]))
-        alone = attention(q, k, v, seqused_k=used, mask_mod=strict, **more)  # no function is left of the mask
+        alone = attention(q, k, v, seqused_k=used, mask_mod=strict, **more)  # the mask leaves no function
         assert_close(alone, attention(q, k, v, mask_mod=limit))
     bounds = jnp.asarray([0, ROWS, 2 * ROWS], jnp.int32)
     of_keys = jnp.asarray([0, KEYS, 2 * KEYS], jnp.int32)
@@ -268,7 +268,7 @@ def test_packed_and_used_lengths() -> None:
         jax.grad(lambda s: attention(q, k, v, page_table=table, score_mod=tilted(s)).sum())(slopes)
 
 
-def test_masks_that_are_windows_or_hide_all() -> None:
+def test_masks_equal_to_windows_or_hiding_all() -> None:
     q, k, v, *_ = arrays()
     strictly = attention(q, k, v, mask_mod=lambda b, h, i, j: j < i)
     assert_close(strictly, attention(q, k, v, causal=True, diagonal_offset=-1))
@@ -279,12 +279,12 @@ def test_masks_that_are_windows_or_hide_all() -> None:
 
 @pytest.mark.parametrize("rank", [3, 4])
 @pytest.mark.parametrize("shape", [(BATCH, HEADS, ROWS, KEYS), (1, HEADS, 1, KEYS), (BATCH, 1, ROWS, 1)], ids=str)
-def test_dot_product_attention_takes_bias_and_mask_as_jax_does(shape: tuple[int, ...], rank: int) -> None:
+def test_dot_product_attention_with_bias_and_mask_equals_jax_nn(shape: tuple[int, ...], rank: int) -> None:
     q, k, v, *_ = (x if rank == 4 else x[0] for x in arrays())
     shape = shape if rank == 4 else shape[1:]
     bias, mask = normal(7, *shape), normal(8, *shape) > -0.4
     if shape[-1] == 1:
-        mask = jnp.ones_like(mask)  # why: JAX gives the mean of value where nothing is seen
+        mask = jnp.ones_like(mask)  # jax.nn gives the mean of value where no key is visible
     for kwargs in ({"bias": bias}, {"mask": mask}, {"bias": bias, "mask": mask}):
         ours, theirs = (
             f(q, k, v, **kwargs, is_causal=False) for f in (dot_product_attention, jax.nn.dot_product_attention)
@@ -297,7 +297,7 @@ def test_dot_product_attention_takes_bias_and_mask_as_jax_does(shape: tuple[int,
     assert_close(grads, expected)
 
 
-def test_numpy_arrays_become_those_of_jax() -> None:
+def test_numpy_arrays_become_jax_arrays() -> None:
     q, k, v, *_ = arrays()
     table, places = np.linspace(-1.0, 1.0, 5), np.arange(40) % 5  # of float64 and int64, which JAX narrows
     mod = lambda s, b, h, i, j: s + table[places[i + j]]  # noqa: E731
@@ -307,7 +307,7 @@ def test_numpy_arrays_become_those_of_jax() -> None:
 
 
 @only_on_the_cpu
-def test_arrays_of_the_host_whose_values_jax_would_change_are_refused() -> None:
+def test_numpy_arrays_whose_values_jax_would_change_are_refused() -> None:
     q, k, v, *_ = arrays()
     times, few = 1.7e9 + np.arange(KEYS) * 10.0, np.arange(KEYS) * 10.0
     for table in (times, 2**40 + np.arange(KEYS), 2**63 + np.arange(KEYS, dtype="uint64")):
@@ -365,7 +365,7 @@ WRONG |= {
 @only_on_the_cpu
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes(name: str, jitted: bool) -> None:
+def test_invalid_arguments_are_refused(name: str, jitted: bool) -> None:
     arguments, kind, message = WRONG[name]
     call = lambda *x: attention(*x, **arguments)  # noqa: E731
     with pytest.raises(kind, match=message):
@@ -373,7 +373,7 @@ def test_mistakes(name: str, jitted: bool) -> None:
 
 
 @only_on_the_cpu
-def test_seeds_by_which_nothing_is_dropped_change_nothing() -> None:
+def test_seeds_without_dropout_change_nothing() -> None:
     qkv = arrays()[:3]
     for seed in (3, jax.random.key(0), jnp.arange(2, dtype="uint32")):
         for call in (attention, jax.jit(attention, static_argnames="dropout_seed" if type(seed) is int else ())):
@@ -381,7 +381,7 @@ def test_seeds_by_which_nothing_is_dropped_change_nothing() -> None:
 
 
 @only_on_the_cpu
-def test_mistakes_in_bias_and_mask_of_dot_product_attention_and_a_traced_share() -> None:
+def test_invalid_bias_and_mask_and_traced_dropout_are_refused() -> None:
     qkv = arrays()[:3]
     for name, array in (
         ("bias", jnp.zeros((3, 1, 1, 1))),
@@ -395,7 +395,7 @@ def test_mistakes_in_bias_and_mask_of_dot_product_attention_and_a_traced_share()
 
 
 @only_on_the_cpu
-def test_functions_are_read_from_their_text_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoded_functions_are_decoded_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     table = np.zeros((HEADS, 3), np.float32)
     mod = lambda s, b, h, i, j: mods.where(i < mods.seqlen_k(), s * 0.1, float("inf")) + table[h, j % 3] - -0.0  # noqa: E731
     mod_spec = make_mod_spec(trace(mod, "score_mod"), trace(striped, "mask_mod"), has_sinks=True)

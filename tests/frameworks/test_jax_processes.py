@@ -1,4 +1,4 @@
-"""JAX without a GPU in processes of their own: imports, exits, caches, exported programs, several devices."""
+"""JAX without a GPU in separate processes: imports, exits, caches, exported programs, several devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("jax")
 
 
 def run(code: str, **variables: str) -> str:
-    """What a process of its own prints."""
+    """Returns the output of a separate process."""
     return run_python("-c", code, JAX_PLATFORMS="cpu", **variables)
 
 
@@ -193,7 +193,7 @@ print([float(x.std()) for x in exported.call(jnp.linspace(-1, 1, 80).reshape(1, 
 """
 
 
-def test_an_exported_program_has_the_functions_of_the_caller(tmp_path: Path) -> None:
+def test_exported_programs_hold_mods(tmp_path: Path) -> None:
     pytest.importorskip("flatbuffers")
     before = f"FILE = {str(tmp_path / 'program')!r}\n"
     assert run(before + MOD_EXPORT) == run(before + MOD_IMPORT)
@@ -220,5 +220,5 @@ for of_lse in (False, True):
 """
 
 
-def test_shards_with_functions_of_the_caller() -> None:
+def test_shards_with_mods() -> None:
     run(MOD_SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2")

@@ -37,7 +37,7 @@ def platform(request: pytest.FixtureRequest) -> Iterator[str]:
         jax_device = jax.local_devices(backend=request.param)[0]
     except RuntimeError as error:
         pytest.skip(f"JAX has no {request.param} here: {error}")
-    # JAX's own products have 10 bits else.
+    # JAX's products have 10 bits otherwise.
     with jax.default_device(jax_device), jax.default_matmul_precision("highest"):
         yield request.param
 
@@ -47,7 +47,7 @@ def each(cases: list[Sequences]) -> Any:
 
 
 def split(inputs: VarlenArrays, **more: Any) -> tuple[Any, list[Any], dict[str, Any]]:
-    """`attention` of q, k and v alone, these, and the int32 arrays of the call, which it takes by keyword."""
+    """Returns `attention` as a function of q, k and v; q, k and v; and the int32 arrays of the call."""
     arguments = inputs.arguments(jnp)
     leaves = [arguments.pop(name) for name in NAMES]
     varlen_kwargs = {name: arguments.pop(name) for name in inputs.varlen_kwargs}
@@ -55,7 +55,7 @@ def split(inputs: VarlenArrays, **more: Any) -> tuple[Any, list[Any], dict[str, 
 
 
 def pulled(inputs: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
-    """out, lse and gradients by one jitted program, to which the lengths are arguments."""
+    """Computes out, lse and gradients by one jitted program, with the lengths as arguments."""
     call, leaves, varlen_kwargs = split(inputs, **more)
 
     def both(leaves: Any, varlen_kwargs: Any, upstream: Any) -> Any:
@@ -111,7 +111,7 @@ def test_one_program_serves_all_lengths_and_splits(case: Sequences) -> None:
 
 
 def looped(function: Any, leaves: list[Any], varlen_kwargs: dict[str, Any], axes: Any, varlen_axes: Any) -> Any:
-    """What vmap stands for."""
+    """Computes vmap as a loop."""
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
 
     def call_nth(n: int) -> Any:
@@ -167,7 +167,7 @@ def test_vmap_over_used_lengths(rank: int, axis: int | None) -> None:
         )
 
 
-def test_what_vmap_and_gradients_cannot_do_is_refused() -> None:
+def test_unsupported_vmaps_and_gradients_are_refused() -> None:
     call, leaves, varlen_kwargs = split(varlen_arrays(PACKED).filled(0.0))
     name = "cu_seqlens_q"
     with pytest.raises(UnsupportedError, match=r"cu_seqlens_q under vmap.*further sequences.*jax\.lax\.map"):
@@ -194,7 +194,7 @@ def test_in_scan_and_under_a_checkpoint() -> None:
         close(jax.jit(jax.grad(functools.partial(deep, remat=remat)))(q, varlen_kwargs), plain)
 
 
-def test_bad_lengths_say_what_they_are() -> None:
+def test_invalid_lengths_are_refused_by_name() -> None:
     arguments = varlen_arrays(PACKED).filled(0.0).arguments(jnp)
     for name, wrong, words in (
         ("cu_seqlens_q", [0, 5], "cu_seqlens_q is a list; give a JAX or NumPy array"),
@@ -216,17 +216,17 @@ def test_bad_lengths_say_what_they_are() -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, (3, 1)], ids=str)
 @pytest.mark.parametrize("rank", [3, 4])
-def test_dot_product_attention_with_lengths_is_that_of_jax(
+def test_dot_product_attention_with_lengths_equals_jax_nn(
     rank: int, window: Any, is_causal: bool, which: tuple[bool, bool]
 ) -> None:
     generator, batch = np.random.default_rng(0), 3 if rank == 4 else 1
     shapes = ((batch, 8, 4, 8), (batch, 11, 2, 8), (batch, 11, 2, 8))
     leaves = [jnp.asarray(generator.standard_normal(shape[4 - rank :]), "float32") for shape in shapes]
     queries, keys = np.array([3, 8, 0][:batch], "int32"), np.array([11, 4, 5][:batch], "int32")
-    # A query that sees no key has another out in jax.nn: none of these is one, as all windows reach the first keys.
+    # jax.nn has another out for a query without keys. Here each query has one: all windows reach the first keys.
     lengths = {"query_seq_lengths": queries if which[0] else None, "key_value_seq_lengths": keys if which[1] else None}
     used = queries if which[0] else np.full(batch, 8)
-    cut = jnp.minimum(used, 5)  # of these rows all see a key
+    cut = jnp.minimum(used, 5)  # each of these rows sees a key
     rows = (jnp.arange(8) < cut[:, None])[..., None][4 - rank :]
     options = {"is_causal": is_causal, "local_window_size": window, **lengths}
 
@@ -246,7 +246,7 @@ def test_dot_product_attention_with_lengths_is_that_of_jax(
     assert (np.asarray(lse)[unused] == -np.inf).all()
 
 
-def test_lengths_of_dot_product_attention_are_judged_by_their_names() -> None:
+def test_dot_product_attention_refuses_invalid_lengths_by_name() -> None:
     arrays = [jnp.zeros((2, 4, 2, 8))] * 3
     for name, wrong in (("query_seq_lengths", jnp.ones(3, "int32")), ("key_value_seq_lengths", jnp.ones(2))):
         with pytest.raises(ProblemError, match=rf"{name} is .* give int32 of shape \(2,\)"):
@@ -278,7 +278,7 @@ def test_errors_of_functions_of_jax_have_their_names() -> None:
 
 
 def pages(**more: Any) -> dict[str, Any]:
-    """Arguments of the paged function; NaN lies where nothing is to be read, and what is behind num_seqs is junk."""
+    """Returns arguments of the paged function. Unread elements of pages are NaN; entries past num_seqs are junk."""
     generator = np.random.default_rng(3)
     kv_lens, table = np.array([5, 9, 1, -7, 2**30], "int32"), generator.permutation(10).reshape(5, 2).astype("int32")
     kv = generator.standard_normal((10, 5, 4, 8)).astype("float32")
@@ -297,7 +297,7 @@ def pages(**more: Any) -> dict[str, Any]:
     [{"sm_scale": 0.4}, {"sliding_window": 3, "soft_cap": 2.0}, {"k_scale": 0.5, "v_scale": 2.0, "mask_value": -1e9}],
     ids=str,
 )
-def test_the_paged_function_of_tpus_here(options: dict[str, Any]) -> None:
+def test_ragged_paged_attention_equals_jaxs_reference(options: dict[str, Any]) -> None:
     kernel = pytest.importorskip("jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel")
     arrays = pages()
     names = tuple(arrays)
@@ -313,14 +313,14 @@ def test_the_paged_function_of_tpus_here(options: dict[str, Any]) -> None:
             close(out[:end], kernel.ref_ragged_paged_attention(*plain.values(), **options))
 
 
-def test_the_paged_function_reads_the_pages_where_they_lie() -> None:
+def test_ragged_paged_attention_copies_no_pages() -> None:
     arrays = pages()
     text = jax.jit(ragged_paged_attention).lower(**arrays).compile().as_text()
     assert "cuflash_forward" in text
     assert "f32[10,5,2,8]" not in text, "K and V are no arrays of their own"
 
 
-def test_the_paged_function_has_the_signature_of_tpus_and_judges_its_arguments() -> None:
+def test_ragged_paged_attention_has_jaxs_signature_and_validates() -> None:
     kernel = pytest.importorskip("jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel")
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]

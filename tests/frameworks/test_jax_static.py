@@ -1,4 +1,4 @@
-"""Keywords by which kernels are chosen: traced, each gets an error that says how it is made static."""
+"""Keywords that choose kernels: a traced one raises an error that says how to make it static."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shaped(*shapes: tuple[int, ...]) -> list[Any]:
     return [np.zeros(shape, np.float32) for shape in shapes]
 
 
-# By function, values of all of its keywords that kernels are chosen by.
+# By function: values of all keywords that choose kernels.
 STATIC: dict[Callable[..., Any], dict[str, Any]] = {
     attention: {"softmax_scale": 0.5, "causal": True, "window_size": (1, 2), "diagonal_offset": 1, "softcap": 2.0,
                 "deterministic": True, "return_lse": True, "max_seqlen_q": 4, "max_seqlen_k": 4, "num_splits": 2,
@@ -49,7 +49,7 @@ NO_ARRAYS = {"score_mod", "mask_mod", "block_mask", "num_kv_pages_per_block", "n
              "vmem_limit_bytes"}  # functions and pytrees of arrays, and what changes no result  # fmt: skip
 
 
-def test_every_keyword_is_known_as_static_or_may_be_traced() -> None:
+def test_every_keyword_is_listed_as_static_or_traced() -> None:
     for function, static in STATIC.items():
         parameters = inspect.signature(function).parameters.values()
         keywords = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
@@ -72,7 +72,7 @@ def test_a_traced_keyword_gets_the_way_to_make_it_static(function: Callable[...,
         jax.vmap(lambda x: function(*arrays, **{name: (x, x) if isinstance(value, tuple) else x}, **more))(
             jnp.zeros(2, jnp.int32)
         )
-    if name not in ("implementation", "max_seqlen_q", "max_seqlen_k"):  # which take None, or go with packed rows
+    if name not in ("implementation", "max_seqlen_q", "max_seqlen_k"):  # they take None, or belong to packed rows
         by_name = jax.jit(function, static_argnames=name)(*arrays, **{name: value}, **more)
         jax.tree.map(
             np.testing.assert_array_equal,

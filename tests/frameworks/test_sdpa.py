@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` on cuflash: where it applies, where it is PyTorch's own, and back."""
+"""`scaled_dot_product_attention` on cuflash: calls that run on it, calls that PyTorch computes, and `restore`."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ OPS = torch.ops.aten
 
 
 def qkv(device: str, dtype: Any, *, heads: tuple[int, int] = (4, 4), seqlen_k: int = 40, bhsd: bool = False) -> Any:
-    """q, k and v (batch, heads, seqlen, head_dim), in memory by seqlen, or as they are named."""
+    """Returns q, k and v (batch, heads, seqlen, head_dim), in memory by seqlen, or in the order of the axes."""
     dense = of_torch.random_qkv(device, dtype, heads=heads, lengths=(40, seqlen_k), dim=64, grad=False)
     return tuple((x.contiguous() if bhsd else x).requires_grad_() for x in (x.transpose(1, 2) for x in dense))
 
 
 def results(tensors: Any, backend: Any = None, **options: Any) -> list[Any]:
-    """out and the gradients of a loss, by the backend of PyTorch's choice or a given one."""
+    """Returns out and the gradients of a loss, by PyTorch's choice of backend or a given one."""
     with contextlib.nullcontext() if backend is None else torch.nn.attention.sdpa_kernel(backend):
         out = attend(*tensors, **options)
     return [out, *torch.autograd.grad(out.double().square().sum(), tensors)]
 
 
 def assert_right(out_and_grads: Any, tensors: Any, dout: Any, **options: Any) -> None:
-    """Holds out and the gradients of `(dout * out).sum()` against float64; heads stand before seqlen in all of them."""
+    """Compares out and the gradients of `(dout * out).sum()` to float64; heads are axis 1."""
     (out, *gradients), (q, k, v) = ([x.transpose(1, 2) for x in each] for each in (out_and_grads, tensors))
     assert_results((q, k, v), out, **options)
     assert_pulled(gradients, (q, k, v), dout.transpose(1, 2), **options)
 
 
 class Kernel:
-    """PyTorch's own, as far as its being called goes."""
+    """A stand-in for PyTorch's kernel, which raises when it is called."""
 
     def call_boxed(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
         raise NotImplementedError("PyTorch's own")
@@ -55,7 +55,7 @@ class Kernel:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The ops of the flash and memory-efficient backends, which PyTorch has for GPUs alone, on the CPU."""
+    """Replaces the flash and memory-efficient ops on the CPU, where PyTorch has none."""
     monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Kernel())
     override = sdpa.Override("CPU")
     yield
@@ -83,14 +83,14 @@ def test_the_ops_have_the_results_of_attention(causal: bool, bhsd: bool) -> None
 
 @pytest.mark.usefixtures("on_cpu")
 def test_causal_is_aligned_bottom_right_where_lengths_differ() -> None:
-    """As `causal_lower_right` means it, which alone comes here then."""
+    """As in `causal_lower_right`, the only call of different lengths that comes here."""
     q, k, v = (x.detach() for x in qkv("cpu", torch.float64, seqlen_k=52))
     out = OPS._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     assert_results([x.transpose(1, 2) for x in (q, k, v)], out.transpose(1, 2), causal=True, diagonal_offset=52 - 40)
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_are_returned_by_pytorchs_kernel(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = (x.detach() for x in qkv("cpu", torch.float16))
     caplog.set_level(logging.DEBUG, "cuflash")
     sdpa._log_pytorch.cache_clear()
@@ -107,9 +107,7 @@ def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("dropout_p", [1.0, 0.999999])
 @pytest.mark.usefixtures("on_cpu")
-def test_dropout_of_all_weights_is_pytorchs_own_in_both_directions(
-    dropout_p: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dropout_of_all_weights_runs_pytorchs_kernels(dropout_p: float, caplog: pytest.LogCaptureFixture) -> None:
     x = qkv("cpu", torch.float16)[0].detach()
     lse, state, flat = x.new_empty(2, 4, 40), torch.empty(2, dtype=torch.uint64), x[0].transpose(0, 1)
     bounds = torch.tensor([0, 40], dtype=torch.int32)
@@ -150,7 +148,7 @@ def test_dropout_of_the_flash_op_drops_the_same_weights_in_both_directions() -> 
     assert not torch.equal(out, OPS._scaled_dot_product_flash_attention(*tensors, dropout_p=0.4, is_causal=True)[0])
 
 
-# Of a name, the shape of the mask before it is expanded, and what the call has beside it.
+# By name: the shape of the mask before it is expanded, and further arguments of the call.
 MASKS: dict[str, tuple[tuple[int, ...] | None, dict[str, Any]]] = {
     "none, top-left": (None, {"is_causal": True}),
     "padding": ((2, 1, 1, 52), {}),
@@ -187,7 +185,7 @@ def test_masks(name: str, wants_gradient: bool) -> None:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("seqlen_k", [52, 64])
 @pytest.mark.parametrize("compute_log_sumexp", [False, True])
-def test_results_lie_in_memory_as_those_of_pytorchs_fake_kernels(seqlen_k: int, compute_log_sumexp: bool) -> None:
+def test_results_have_the_strides_of_pytorchs_fake_kernels(seqlen_k: int, compute_log_sumexp: bool) -> None:
     q, k, v = (x.detach() for x in qkv("cpu", torch.float16, seqlen_k=seqlen_k, bhsd=True))
     mask = torch.zeros(2, 1, 1, seqlen_k, dtype=torch.float16).expand(2, 4, 40, seqlen_k)
 
@@ -215,7 +213,7 @@ def test_a_mask_without_gradients_has_none() -> None:
 
 
 def masked(*tensors: Any, mask: Any, **options: Any) -> Any:
-    """out of the memory-efficient op, as PyTorch calls it: lse is not for gradients of the mask."""
+    """Returns out of the memory-efficient op, called as by PyTorch: no lse if the mask alone requires grad."""
     is_grad = any(x.requires_grad for x in tensors)
     mask = mask.expand(*tensors[0].shape[:3], mask.shape[-1])
     return OPS._scaled_dot_product_efficient_attention(*tensors, mask, is_grad, **options)[0]
@@ -257,7 +255,7 @@ def test_packed_sequences_with_dropout() -> None:
     assert_close(gradients, torch.autograd.grad(expected, (q, k, v), dout))
 
 
-def test_an_older_pytorch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
     with pytest.raises(UnsupportedError, match=r"2\.10 or later.*frameworks\.torch\.attention"):
         sdpa.activate()
@@ -301,12 +299,12 @@ def test_calls_without_heads_have_empty_results_and_gradients() -> None:
         assert [x.shape for x in gradients] == [x.shape for x in inputs]
     tensors = *packed, *bounds, 30, 30, 0.0, False, False
     in_place = getattr(OPS, "_flash_attention_forward_no_dropout_inplace", None)
-    if in_place is not None:  # PyTorch before 2.12 has none
+    if in_place is not None:  # PyTorch before 2.12 lacks it
         with torch.no_grad():
             assert in_place(out, *tensors).shape == (0, 40)
 
 
-def test_the_flash_and_the_memory_efficient_backend_become_the_first_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_and_memory_efficient_backends_become_first_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     backends = torch._C._get_sdp_priority_order()
     cudnn_first = [3, 1, 2, 0, 4]
@@ -334,7 +332,7 @@ def active() -> Iterator[None]:
     ("heads", "options"),
     [((4, 4), {}), ((4, 4), {"is_causal": True}), ((4, 2), {"is_causal": True, "enable_gqa": True, "scale": 0.3})],
 )
-def test_attention_of_pytorch_runs_here(heads: tuple[int, int], options: Any, dtype: Any) -> None:
+def test_sdpa_runs_on_cuflash(heads: tuple[int, int], options: Any, dtype: Any) -> None:
     tensors = qkv("cuda", dtype, heads=heads)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         outputs = results(tensors, **options)
@@ -359,7 +357,7 @@ def test_compiled_with_operands_of_any_strides() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("active")
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_masks_run_here(is_compiled: bool) -> None:
+def test_masks_run_on_cuflash(is_compiled: bool) -> None:
     q, k, v = qkv("cuda", torch.bfloat16, seqlen_k=52)
     mask = torch.randn(1, 4, 1, 52, device="cuda", dtype=torch.bfloat16).requires_grad_()
     inputs = q, k, v, mask
@@ -424,7 +422,7 @@ def test_dropout_in_a_graph_takes_new_seeds() -> None:
 
 
 @pytest.mark.gpu
-def test_what_comes_after_is_pytorchs_own() -> None:
+def test_restore_brings_back_pytorchs_kernels() -> None:
     tensors = qkv("cuda", torch.float16)
 
     def all_results() -> list[Any]:

@@ -1,4 +1,4 @@
-"""PyTorch's own ways of calling attention: autograd, torch.compile, torch.func, autocast, checkpoints, CUDA graphs."""
+"""PyTorch's ways of calling attention: autograd, torch.compile, torch.func, autocast, checkpoints, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_half_precision(dtype: Any, device: str) -> None:
     assert_gradients(gradients(with_lse, tensors, causal=True), tensors, causal=True)
 
 
-@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that float64 is better than a GPU's float32
+@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # gradcheck warns of inputs that are not float64
 def test_numerical_gradients(device: str) -> None:
     of_float32 = {"eps": 1e-2, "atol": 2e-3, "rtol": 2e-3, "nondet_tol": 1e-5}
     tolerances: dict[str, Any] = {} if device == "cpu" else of_float32
@@ -68,7 +68,7 @@ def test_gradients_of_some_inputs_only(needed: int, device: str) -> None:
     assert [x.grad is not None for x in tensors] == [n == needed for n in range(3)]
 
 
-def test_without_gradients_nothing_is_kept(device: str) -> None:
+def test_without_gradients_nothing_is_saved(device: str) -> None:
     tensors = random_qkv(device)
     with torch.no_grad():
         assert attention(*tensors).grad_fn is None
@@ -141,7 +141,7 @@ def test_checkpoints_compute_the_same_again(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_casts_and_gives_gradients_back_in_the_dtype_of_the_inputs(dtype: Any, device: str) -> None:
+def test_autocast_casts_inputs_and_gradients_keep_the_inputs_dtype(dtype: Any, device: str) -> None:
     tensors = random_qkv(device, torch.float32, dim=64)
     with torch.autocast(device, dtype=dtype):
         out, lse = with_lse(*tensors)
@@ -156,7 +156,7 @@ def test_autocast_casts_and_gives_gradients_back_in_the_dtype_of_the_inputs(dtyp
         assert attention(*tensors).dtype == torch.float32
 
 
-def test_what_is_not_there_says_so() -> None:
+def test_unsupported_derivatives_and_dtypes_are_refused() -> None:
     q, k, v = random_qkv("cpu")
     (first,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match=r"second derivative.*create_graph"):
@@ -173,7 +173,7 @@ def test_what_is_not_there_says_so() -> None:
         compiled(q, k.float(), v)
 
 
-def test_bad_input_is_judged_before_anything_runs() -> None:
+def test_invalid_inputs_are_refused_before_anything_runs() -> None:
     q, k, v = random_qkv("cpu")
     with pytest.raises(ProblemError, match=r"k has dtype float32, but q has float64"):
         attention(q, k.float(), v)
@@ -183,14 +183,14 @@ def test_bad_input_is_judged_before_anything_runs() -> None:
         attention(q, k, v, window_size=(-2, 0))
     for name, value in (("softcap", True), ("softmax_scale", True), ("window_size", (False, 1)), ("causal", 1)):
         for call in (attention, torch.compile(attention, backend="eager")):
-            torch._dynamo.reset()  # or what one raised while it was compiled is run eagerly from then on
+            torch._dynamo.reset()  # otherwise a function that raised while compiling runs eagerly from then on
             with pytest.raises(ProblemError, match=f"{name}.* bool|causal=1 is an int"):
                 call(q, k, v, **{name: value})
     with pytest.raises(ProblemError, match=r"no gradient flows.*cuflash.frameworks.torch.attention"):
         cuflash.forward(q, k, v)
 
 
-def test_any_strides_and_gradients_that_are_expanded(device: str) -> None:
+def test_any_strides_and_expanded_gradients(device: str) -> None:
     tensors = random_qkv(device)
     swapped = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors)
     assert not swapped[0].is_contiguous()
@@ -199,7 +199,7 @@ def test_any_strides_and_gradients_that_are_expanded(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_replays_what_was_computed() -> None:
+def test_cuda_graphs_replay_results_and_gradients() -> None:
     tensors = random_qkv("cuda", torch.bfloat16, dim=64)
     static = tuple(x.detach().clone().requires_grad_() for x in tensors)
 
@@ -235,12 +235,12 @@ print(*(bool((x == y).all()) for x, y in zip(found, wanted)))
 
 
 @pytest.mark.gpu
-def test_a_gradient_is_the_first_that_autograds_thread_does_on_the_gpu() -> None:
+def test_gradients_are_the_autograd_threads_first_work_on_the_gpu() -> None:
     assert run_python("-c", FIRST).split() == ["True"] * 3
 
 
 @pytest.mark.gpu
-def test_all_memory_is_of_torchs_allocator(cupy: Any) -> None:
+def test_all_memory_comes_from_torchs_allocator(cupy: Any) -> None:
     tensors = random_qkv("cuda", torch.bfloat16, dim=64)
     gradients(with_lse, tensors)
     pool, held = cupy.get_default_memory_pool().used_bytes(), held_by_torch()
@@ -250,7 +250,7 @@ def test_all_memory_is_of_torchs_allocator(cupy: Any) -> None:
 
 
 class Reading(torch.autograd.Function):
-    """Reads how much memory tensors on the GPU hold, in the thread that runs backward."""
+    """Reads the memory of tensors on the GPU, in the thread that runs backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, readings: list[int]) -> Any:
@@ -264,10 +264,10 @@ class Reading(torch.autograd.Function):
 
 
 def held_by_torch() -> int:
-    """Bytes of tensors on the GPU, beside those of the reading, which are the same each time.
+    """Returns the bytes of tensors on the GPU, without the reading's own, which are constant.
 
-    Backward runs in a thread for each GPU, which takes one node after the other, and lets go of the tensors of a node
-    only before it takes the next. So it reads as such a node: it has then let go of all before.
+    Backward runs in a thread for each GPU, one node after the other. It frees a node's tensors only before it takes the
+    next node. The reading is itself such a node, and runs after all earlier tensors are freed.
     """
     torch.cuda.synchronize()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Activation checkpoints: plain, selective, under a mode that counts FLOPs; saved tensors are unpacked once."""
+"""Activation checkpoints: plain, selective, under a mode that counts FLOPs; saved tensors are read once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTENTION, MATMUL = torch.ops.cuflash.attention.default, torch.ops.aten.mm.defau
 
 @contextlib.contextmanager
 def unpacked_once() -> Iterator[list[Any]]:
-    """Inside, a second read of a saved tensor raises, as it does in a checkpoint. Yields the saved tensors."""
+    """Makes a second read of a saved tensor raise, as in a checkpoint. Yields the saved tensors."""
     packs: list[Any] = []
     unpacked: set[int] = set()
 
@@ -52,7 +52,7 @@ def test_saved_tensors_are_unpacked_once(case: str, is_compiled: bool) -> None:
     assert packs
 
 
-def test_a_second_read_of_a_saved_tensor_is_noticed() -> None:
+def test_second_read_of_a_saved_tensor_raises() -> None:
     class Twice(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
@@ -78,7 +78,7 @@ def test_gradients_of_a_selective_checkpoint(case: str, saves: Any) -> None:
 
 
 @pytest.mark.parametrize(("saves", "count"), [(MATMUL, 2), (ATTENTION, 1)], ids=str)
-def test_a_selective_checkpoint_that_saves_attention_computes_it_once(
+def test_selective_checkpoints_that_save_attention_run_it_once(
     saves: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, function = inputs_of("layer")
@@ -102,7 +102,7 @@ def test_a_selective_checkpoint_in_a_compiled_graph(case: str) -> None:
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_flops_of_a_checkpoint_are_those_of_one_more_forward(case: str, is_reentrant: bool) -> None:
+def test_checkpoints_count_the_flops_of_one_more_forward(case: str, is_reentrant: bool) -> None:
     inputs, function = inputs_of(case)
     expected = gradients(function, inputs)
     counts = []
@@ -118,7 +118,7 @@ def test_flops_of_a_checkpoint_are_those_of_one_more_forward(case: str, is_reent
         assert_equal([x.grad for x in inputs], expected)
         counts.append((forward, counter.get_total_flops()))
     (forward, total), (same, more) = counts
-    # The last product of the layer is not computed again, as its backward needs its operands alone.
+    # The layer's last product is not recomputed: its backward needs its operands alone.
     spared = 2 * 2 * ROWS * HEADS * DIM * DIM if case == "layer" and not is_reentrant else 0
     assert (same, more) == (forward, total + forward - spared)
     assert (forward > 0) == (case in PLAIN)

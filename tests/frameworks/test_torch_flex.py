@@ -1,4 +1,4 @@
-"""`flex_attention` with PyTorch's arguments, against PyTorch's own."""
+"""`flex_attention` with PyTorch's arguments, compared to PyTorch's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TABLE = torch.randn(HEADS, 64, dtype=torch.float64, generator=torch.Generator().
 
 
 def qkv(device: str = "cpu", dtype: Any = None, *, heads: tuple[int, int] = (HEADS, HEADS), grad: bool = False) -> Any:
-    """query, key and value (batch, heads, seqlen, head_dim), which lie in memory by seqlen."""
+    """Returns query, key and value (batch, heads, seqlen, head_dim), in memory by seqlen."""
     tensors = made_by_seqlen(device, dtype, heads=heads, lengths=(ROWS, KEYS), grad=False)
     return tuple(x.transpose(1, 2).requires_grad_(grad) for x in tensors)
 
@@ -70,7 +70,7 @@ def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> An
     return score + TABLE[h, (q_idx - kv_idx).abs().clamp(max=63)]
 
 
-# Of a name, the mask_mod, the score_mod, and along which of batch and heads PyTorch's mask is made.
+# By name: mask_mod, score_mod, and PyTorch's (B, H) of the mask.
 MODS: dict[str, tuple[Any, Any, tuple[int | None, int | None]]] = {
     "nothing": (None, None, (None, None)),
     "causal": (causal, None, (None, None)),
@@ -100,7 +100,7 @@ def test_results_are_pytorchs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["documents", "all joined"])
 def test_gradients(name: str) -> None:
-    """PyTorch's own has none on the CPU, so they are those of a program with all scores in memory."""
+    """Compares to a program with all scores in memory, as PyTorch has no gradients on the CPU."""
     mask_mod, score_mod, sizes = MODS[name]
     tensors = qkv(grad=True)
     out, aux = flex_attention(*tensors, score_mod, block_mask_of(mask_mod, sizes), return_aux=LSE)
@@ -138,7 +138,7 @@ def test_grouped_heads_and_one_batch_of_keys() -> None:
     assert_close(flex_attention(q, k, v, None, block_mask, enable_gqa=True), expected)
 
 
-def test_lse_as_it_was_asked_for_before() -> None:
+def test_return_lse_equals_pytorchs_and_bad_return_aux_is_refused() -> None:
     q, k, v = qkv()
     out, lse = flex_attention(q, k, v, return_lse=True)
     assert_close((out, lse), flex.flex_attention(q, k, v, return_lse=True))
@@ -156,7 +156,7 @@ ORDERS = [(*order, 3) for order in itertools.permutations(range(3))] + [(3, 0, 1
 
 
 def in_order(shape: tuple[int, ...], order: tuple[int, ...], *, grad: bool = False) -> Any:
-    """A random tensor whose axes, from the slowest to the fastest in memory, are these."""
+    """Returns a random tensor with these axes from the slowest to the fastest in memory."""
     dense = torch.randn([shape[axis] for axis in order], dtype=torch.float64)
     return dense.permute([order.index(axis) for axis in range(4)]).requires_grad_(grad)
 
@@ -239,7 +239,7 @@ def test_a_block_mask_of_cuflash() -> None:
 
 
 def test_a_mask_of_blocks_alone() -> None:
-    """Such as `from_kv_blocks` makes without a mask_mod: what PyTorch compiles sees whole blocks."""
+    """A mask by `from_kv_blocks` without a mask_mod: PyTorch's compiled function shows whole blocks."""
     q, k, v = qkv()
     dense = block_mask_of(flex.and_masks(document, causal))
     blocks = flex.BlockMask.from_kv_blocks(dense.kv_num_blocks, dense.kv_indices, seq_lengths=(ROWS, KEYS))
@@ -249,8 +249,8 @@ def test_a_mask_of_blocks_alone() -> None:
     assert_close(result, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=expected))
 
 
-def test_a_list_of_fewer_blocks_than_the_mask_shows() -> None:
-    """A selection of blocks beside a mask_mod, as it is made by hand: what is seen is in both."""
+def test_block_lists_narrower_than_the_mask_hide_the_rest() -> None:
+    """Blocks selected by hand beside a mask_mod: a key is visible if both show it."""
     q, k, v = qkv()
     listed = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
     one = torch.ones(1, 1, 2, dtype=torch.int32)
@@ -279,13 +279,13 @@ def refusals() -> dict[str, tuple[Callable[[Any, Any, Any], Any], str]]:
 
 
 @pytest.mark.parametrize("name", ["lengths", "batch", "type", "rank", "options", "gqa", "sliced"])
-def test_what_is_refused(name: str) -> None:
+def test_unsupported_calls_are_refused(name: str) -> None:
     call, message = refusals()[name]
     with pytest.raises(ProblemError, match=message):
         call(*qkv())
 
 
-def test_hints_to_other_kernels_are_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_kernel_options_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     tensors = qkv()
     with caplog.at_level(logging.DEBUG, "cuflash"):
         assert_equal(flex_attention(*tensors, kernel_options={"BLOCK_M": 64}), flex_attention(*tensors))

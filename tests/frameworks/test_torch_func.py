@@ -1,4 +1,4 @@
-"""PyTorch's transforms of functions around attention: torch.func, and programs of it by make_fx."""
+"""PyTorch's function transforms around attention: torch.func, and programs traced by make_fx."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_mapped_over_nothing(device: str) -> None:
     assert result.shape == (0, *q.shape)
 
 
-def test_what_outlived_a_function_transform_is_taken_as_it_is(device: str) -> None:
+def test_tensors_that_outlive_a_transform_are_accepted(device: str) -> None:
     q, k, v = random_qkv(device, grad=False)
     leaked = []
 
@@ -52,7 +52,7 @@ def test_what_outlived_a_function_transform_is_taken_as_it_is(device: str) -> No
         assert_equal(attention(q.requires_grad_(grad), leaked[0], v), attention(q, 2 * k, v))
 
 
-def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> None:
+def test_tensors_captured_by_a_transform_get_gradients(device: str) -> None:
     q, k, v = random_qkv(device)
     x = torch.ones((), dtype=q.dtype, device=device)
 
@@ -69,8 +69,8 @@ def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> N
     assert_pulled(grads, (q, k, v), torch.full_like(out, 4))
 
 
-def test_gradients_of_cached_keys_that_a_transform_lets_through_are_refused() -> None:
-    """torch.func takes gradients of what requires them outside of it, though they are disabled inside."""
+def test_gradients_of_cached_keys_under_a_transform_are_refused() -> None:
+    """torch.func takes gradients of tensors that require them outside, though gradients are disabled inside."""
     q, pages = torch.randn(2, 4, 2, 8, requires_grad=True), torch.randn(3, 4, 2, 8)
     table, used = (torch.tensor(x, dtype=torch.int32) for x in ([[0], [1]], [4, 3]))
 

@@ -31,7 +31,7 @@ def on_meta(*tensors: Any) -> list[Any]:
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients_lie_as_on_the_cpu(case: str, is_compiled: bool) -> None:
+def test_results_and_gradients_have_the_cpus_strides(case: str, is_compiled: bool) -> None:
     inputs, function = inputs_of(case)
     layouts = []
     torch._dynamo.reset()
@@ -142,7 +142,7 @@ def test_calls_have_the_layout_of_the_cpu(call: Callable[[str], Any]) -> None:
     assert layout(*results) == layout(*expected)
 
 
-def test_shapes_that_no_memory_could_hold() -> None:
+def test_shapes_larger_than_memory() -> None:
     q = torch.empty(64, 2**20, 128, 256, device="meta", dtype=torch.bfloat16, requires_grad=True)
     out, of_rows = attention(q, q, q, causal=True, return_lse=True)
     (gradient,) = torch.autograd.grad(out.sum(), q)

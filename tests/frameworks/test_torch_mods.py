@@ -30,7 +30,7 @@ HEADS, ROWS, KEYS = 4, 9, 12  # of `random_qkv`
 
 
 def parameter(device: str, *shape: int) -> Any:
-    """A tensor of floats that requires grad."""
+    """Returns a tensor of floats that requires grad."""
     dtype = torch.float64 if device == "cpu" else torch.float32
     values = torch.linspace(-1.0, 1.0, math.prod(shape), dtype=torch.float64).sin().reshape(shape)
     return values.to(device, dtype).requires_grad_()
@@ -44,7 +44,7 @@ def _table(table: Any) -> dict[str, Any]:
     return {"score_mod": lambda s, b, h, i, j: torch.tanh(s) * 3 + table[h, (j - i).clamp(-3, 3) + 3]}
 
 
-# A parameter's shape, and the arguments that it is in.
+# A parameter's shape, and the arguments that use it.
 CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], dict[str, Any]]]] = {
     "alibi": ((HEADS,), _alibi),
     "table": ((HEADS, 7), _table),
@@ -98,7 +98,7 @@ def test_the_first_of_half_precision_gives_its_dtype() -> None:
     assert grads[4].shape == bias.shape
 
 
-def test_of_sequences_of_several_lengths() -> None:
+def test_variable_length_sequences() -> None:
     q, k, v = (x.detach()[0].requires_grad_() for x in random_qkv("cpu", lengths=(9, 9)))
     slopes, bounds = parameter("cpu", HEADS), torch.tensor([0, 4, 9], dtype=torch.int32)
     out = attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=5, max_seqlen_k=5, **_alibi(slopes))
@@ -179,7 +179,7 @@ def test_functions_of_torch_func() -> None:
     assert_close(grads, torch.autograd.grad(value(*leaves), leaves))
 
 
-def test_what_autograd_keeps_are_saved_tensors() -> None:
+def test_autograd_keeps_only_saved_tensors() -> None:
     tensors, logs = random_qkv("cpu"), parameter("cpu", HEADS)
     slopes = logs.exp()
     slopes_ref = weakref.ref(slopes)
@@ -193,7 +193,7 @@ def test_what_autograd_keeps_are_saved_tensors() -> None:
     assert grad_fn is not None
 
 
-def test_a_tensor_that_changed_before_backward_is_noticed() -> None:
+def test_tensor_changed_before_backward_raises() -> None:
     tensors, slopes = random_qkv("cpu"), parameter("cpu", HEADS)
     out = attention(*tensors, **_alibi(slopes))
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_under_autocast() -> None:
     assert torch.autograd.grad(out.float().sum(), sinks)[0].dtype == torch.float16
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_calls_are_refused() -> None:
     tensors, slopes = random_qkv("cpu"), parameter("cpu", HEADS)
     kwargs = _alibi(slopes)
     with pytest.raises(UnsupportedError, match="under vmap"):
@@ -237,7 +237,7 @@ def test_what_is_refused() -> None:
         attention(*tensors, dropout_p=1.5)
 
 
-def test_a_seed_is_judged_also_where_nothing_is_dropped(device: str) -> None:
+def test_seeds_are_validated_without_dropout(device: str) -> None:
     q, k, v = (x.detach() for x in random_qkv(device))
     good = 3, torch.tensor(3, device=device), torch.tensor([3, 4], dtype=torch.int32, device=device)
     wrong = {
@@ -265,15 +265,13 @@ def test_a_seed_is_judged_also_where_nothing_is_dropped(device: str) -> None:
 
 @pytest.fixture
 def algorithms() -> Iterator[Any]:
-    """PyTorch's switch for deterministic algorithms, which is off again afterwards."""
+    """Provides PyTorch's switch for deterministic algorithms, and turns it off afterwards."""
     yield torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(False)
 
 
-def test_sums_without_a_fixed_order_warn_if_pytorch_is_to_warn(
-    algorithms: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU refuses some deterministic gradients; here, a backward that refuses all stands for it."""
+def test_sums_without_a_fixed_order_warn_under_warn_only(algorithms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU refuses some deterministic gradients; this backward refuses all."""
     requested: list[bool] = []
 
     def run(op: Any, arrays: Any, options: Any, *rest: Any) -> Any:
@@ -327,7 +325,7 @@ def test_a_table_too_large_for_a_fixed_order_warns_on_a_gpu(algorithms: Any, mon
 
 
 class Model(torch.nn.Module):
-    """A layer with a score_mod between what torch.compile can compile."""
+    """A layer with a score_mod between parts that torch.compile can compile."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -357,8 +355,8 @@ def test_compiled_around(backend: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_compiler_stays_outside_after_it_gave_the_caller_up(case: str) -> None:
-    """It then enters the functions that a call of `attention` consists of one by one."""
+def test_compiler_stays_outside_after_giving_up_on_the_caller(case: str) -> None:
+    """Dynamo then traces each function inside of `attention` separately."""
     torch._dynamo.reset()
     shape, arguments = CASES[case]
     tensors, bias = random_qkv("cpu"), parameter("cpu", *shape)
@@ -407,7 +405,7 @@ def test_graphs_replay_with_new_seeds() -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_of_tensors_show_what_exact_numbers_show(device: str, name: str) -> None:
+def test_captured_masks_equal_exact_masks(device: str, name: str) -> None:
     zeros = torch.zeros(1, EXACT_ROWS, 1, 8, device=device)
     mask_mod = with_arrays(MASKS[name], lambda array: torch.from_numpy(array).to(device))
     _, lse = attention(zeros, zeros, zeros, mask_mod=mask_mod, return_lse=True)

@@ -25,7 +25,7 @@ CACHE = Sequences("cache", (2,) * 3, (30,) * 3, "rectangle", "cache", dtype="flo
 
 
 def operands(case: Sequences, device: str, **more: Any) -> tuple[Any, ...]:
-    """What the op takes."""
+    """Returns the operands of the op."""
     keywords = arguments_of(varlen_arrays(case).filled(0.0), device) | more
     tensors = tuple(keywords.pop(name) for name in "qkv")
     return *tensors, *Arguments.from_keywords(keywords, False)
@@ -44,7 +44,7 @@ def test_the_ops_keep_the_rules_of_ops(case: Sequences, device: str) -> None:
             torch.library.opcheck(torch.ops.cuflash.attention_backward, (out, q, k, v, out, lse, dlse, *arguments))
 
 
-def test_defaults_may_be_left_out_and_names_given(device: str) -> None:
+def test_op_arguments_may_be_omitted_or_named(device: str) -> None:
     q, k, v, *rest = operands(USED, device)
     named = {name: x for name, x in zip(Arguments._fields, rest, strict=True) if x is not None}
     expected = torch.ops.cuflash.attention(q, k, v, *rest)
@@ -64,7 +64,7 @@ def test_the_op_refuses_gradients_of_cached_keys_in_backward() -> None:
 @pytest.mark.parametrize("kind", [np.float16, np.float64, np.int32])
 @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "diagonal_offset"])
 def test_a_number_of_numpy_is_a_number_when_compiled(name: str, kind: Any, device: str) -> None:
-    """The compiler takes it for an array, so the call stands between graphs, or is refused where there must be one."""
+    """The compiler takes it for an array, so the call runs between graphs, or is refused under fullgraph."""
     if name == "diagonal_offset" and kind is not np.int32:
         kind = np.int64
     torch._dynamo.reset()
@@ -96,8 +96,8 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, x) for name, values in WRONG.items() for x in values], ids=repr)
-def test_what_is_no_number_is_told_as_in_eager_calls(name: str, value: Any) -> None:
-    """The op's schema would refuse it in other words, or take it for a number."""
+def test_invalid_numbers_raise_as_in_eager_calls(name: str, value: Any) -> None:
+    """The op's schema would raise another text, or accept them as numbers."""
     q = torch.randn(1, 4, 2, 8)
     kwargs = {name: value} | ({"seqused_k": torch.tensor([4], dtype=torch.int32)} if name == "max_seqlen_k" else {})
     calls = [lambda q: attention(q, q, q, **kwargs), torch.func.functionalize(lambda q: attention(q, q, q, **kwargs))]
@@ -122,7 +122,7 @@ def counted(call: Any) -> int:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_flops_are_those_that_pytorch_counts_of_its_own_attention(causal: bool, device: str) -> None:
+def test_flops_equal_the_flops_of_pytorchs_attention(causal: bool, device: str) -> None:
     q, k, v = (torch.randn(2, 9, 4, n, device=device, requires_grad=True) for n in (16, 16, 24))
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -134,7 +134,7 @@ def test_flops_are_those_that_pytorch_counts_of_its_own_attention(causal: bool, 
             sdpa(*(x.transpose(1, 2) for x in (q, k, v))).sum().backward()
 
     assert counted(lambda: attention(q, k, v, causal=causal)) == 2 * 2 * 4 * 9 * 9 * (16 + 24)
-    # PyTorch's math kernel keeps the scores, which flash kernels compute again.
+    # PyTorch's math kernel saves the scores, which flash kernels recompute.
     assert counted(ours) == counted(theirs) + 2 * 2 * 4 * 9 * 9 * 16
 
 
@@ -155,7 +155,7 @@ def test_flops_without_batch_or_heads() -> None:
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
-def test_flops_of_sequences_are_those_of_each(case: Sequences, pairs: int, device: str) -> None:
+def test_flops_of_sequences_are_summed(case: Sequences, pairs: int, device: str) -> None:
     arguments = arguments_of(varlen_arrays(case).filled(0.0), device, grad=case.has_gradients)
     dim, dim_v = case.dims
     forward = 2 * 4 * pairs * (dim + dim_v)
@@ -165,7 +165,7 @@ def test_flops_of_sequences_are_those_of_each(case: Sequences, pairs: int, devic
         assert both == forward + 2 * 4 * pairs * (3 * dim + 2 * dim_v)
 
 
-def test_flops_of_tensors_without_memory_count_the_most_that_lengths_may_be() -> None:
+def test_flops_of_tensors_without_values_count_upper_bounds() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -174,7 +174,7 @@ def test_flops_of_tensors_without_memory_count_the_most_that_lengths_may_be() ->
     assert bound == 2 * 2 * 3 * 6 * 20 * 16
 
 
-def test_real_tensors_under_a_mode_of_fake_ones_have_fake_results_or_a_reason() -> None:
+def test_real_tensors_under_fake_mode_give_fake_results_or_an_error() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     q, bounds = torch.randn(1, 8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)

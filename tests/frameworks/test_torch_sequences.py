@@ -39,7 +39,7 @@ def each(cases: list[Sequences]) -> Any:
 
 
 def called(inputs: Any, device: str, *, grad: bool = True, **more: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """out, lse and the leaves of a call."""
+    """Returns out, lse and the leaves of a call."""
     arguments = arguments_of(inputs, device, grad=grad) | more
     leaves = tuple(arguments.pop(name) for name in "qkv")
     return *attention(*leaves, return_lse=True, **arguments), leaves
@@ -125,7 +125,7 @@ def test_pulled_back_by_function_transforms(case: Sequences, device: str) -> Non
 
 
 @each([*WITH_GRADIENTS, *CACHED])
-def test_mapped_over_is_refused_and_beside_a_map_it_works(case: Sequences, device: str) -> None:
+def test_vmap_over_sequences_is_refused_and_beside_them_works(case: Sequences, device: str) -> None:
     arguments = arguments_of(varlen_arrays(case).filled(0.0), device)
     q = arguments.pop("q")
     with pytest.raises(UnsupportedError, match=r"(cu_seqlens_q|seqused_k).* under vmap.*further sequences"):
@@ -140,7 +140,7 @@ def test_mapped_over_is_refused_and_beside_a_map_it_works(case: Sequences, devic
 
 
 @each(CACHED)
-def test_cached_keys_have_no_gradients_and_say_so_in_backward(case: Sequences, device: str) -> None:
+def test_cached_keys_refuse_gradients_in_backward(case: Sequences, device: str) -> None:
     arguments = arguments_of(varlen_arrays(case).filled(0.0), device, grad=True)
     words = "page_table" if case is PAGED else "cache_batch_idx"
     words += " was given, but cached keys have no gradients.*gather them"
@@ -197,7 +197,7 @@ def test_checkpoints_and_autocast(device: str) -> None:
         assert_sequences(inputs, *attention(**arguments | wide, return_lse=True))
 
 
-def test_lengths_that_change_after_the_call_are_seen_by_autograd() -> None:
+def test_lengths_changed_after_the_call_raise_in_backward() -> None:
     arguments = arguments_of(varlen_arrays(PACKED), grad=True)
     out = attention(**arguments)
     arguments["cu_seqlens_q"].add_(1)
@@ -205,7 +205,7 @@ def test_lengths_that_change_after_the_call_are_seen_by_autograd() -> None:
         out.sum().backward()
 
 
-def test_bad_arguments_say_what_they_are() -> None:
+def test_invalid_arguments_are_refused_by_name() -> None:
     arguments = arguments_of(varlen_arrays(PACKED).filled(0.0))
     compiled = torch.compile(attention, backend="eager")
     for name, wrong, words in (

@@ -1,4 +1,4 @@
-"""Gradients where only some inputs require them: for each integration, any choice has those of all inputs."""
+"""Gradients where only some inputs require them: in each integration they equal the gradients of all."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def by_backward_op(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: 
 
 
 def random(shapes: Sequence[tuple[int, ...]], axes: Axes, grad: bool = True) -> list[Any]:
-    """Returns tensors of these shapes, with a mapped axis where one is given."""
+    """Returns tensors of these shapes, with a mapped axis where one is named."""
     generator = torch.Generator().manual_seed(11)
     tensors = []
     for shape, axis in zip(shapes, axes, strict=True):
@@ -69,7 +69,7 @@ def no_warnings() -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that the ops make, by name."""
+    """Records the names of the functions that the ops call."""
     names: list[str] = []
     for name in ("forward", "backward"):
         function = getattr(ops, name)
@@ -90,7 +90,7 @@ def test_any_axes_have_the_results_of_a_loop(rank: int, function: Callable[..., 
 
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (4, None, 1), (2, 3, 0), (None, None, 0)], ids=str)
 @pytest.mark.parametrize("function", [with_lse, by_op], ids=["attention", "op"])
-def test_a_compiled_graph_makes_one_call(function: Callable[..., Any], axes: Axes, calls: list[str]) -> None:
+def test_compiled_vmap_is_one_call(function: Callable[..., Any], axes: Axes, calls: list[str]) -> None:
     torch._dynamo.reset()
     inputs = random([SHAPES[4]] * 3, axes)
     compiled = torch.compile(lambda *x: torch.vmap(function, axes)(*x), fullgraph=True, backend="aot_eager")
@@ -142,7 +142,7 @@ def test_any_axes_of_the_op_of_gradients(rank: int, has_dlse: bool) -> None:
         assert_close(results, in_a_loop(by_backward_op, axes, tensors))
 
 
-def test_the_ops_of_sequences_take_a_loop_and_warn_of_it() -> None:
+def test_vmap_over_ops_of_sequences_loops_and_warns() -> None:
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
     axes = (0, None, 2)
     inputs = random([SHAPES[3]] * 3, axes)
@@ -158,7 +158,7 @@ def test_the_ops_of_sequences_take_a_loop_and_warn_of_it() -> None:
     assert_close(pulled(results, inputs), pulled(expected, inputs))
 
 
-def test_ranks_that_differ_are_refused() -> None:
+def test_different_ranks_are_refused() -> None:
     q, k, v = random([SHAPES[4], SHAPES[3], SHAPES[3]], (0, None, None))
     for function in (with_lse, by_op):
         with pytest.raises(ProblemError, match="q, k and v have ranks 4, 3 and 3 under vmap"):

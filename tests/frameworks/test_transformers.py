@@ -1,4 +1,4 @@
-"""`attn_implementation="cuflash"` gives what transformers' eager and sdpa attention give, or refuses."""
+"""`attn_implementation="cuflash"` equals transformers' eager and sdpa attention, or refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["counted_calls"]  # the fixture
 
 
 def generate(model: Any, ids: Any, length: int = 24, **arguments: Any) -> Any:
-    """Greedy tokens, and the scores from which each was taken."""
+    """Returns greedy tokens, and their scores."""
     arguments = {"attention_mask": torch.ones_like(ids)} | arguments
     done = model.generate(
         ids, max_new_tokens=length, do_sample=False, return_dict_in_generate=True, output_scores=True, **arguments
@@ -61,7 +61,7 @@ def test_a_batch_padded_on_the_left_equals_eager_and_its_rows_alone(name: str, c
     ids = IDS * mask
     tokens, scores = generate(model, ids, attention_mask=mask)
     assert calls == {"cuflash": 2 * 24, "sdpa": 0}
-    if name != "gemma2":  # whose eager attention gives NaN in float64 where a query sees no key
+    if name != "gemma2":  # its eager attention gives NaN in float64 for a query without keys
         peers = [generate(peer, ids, attention_mask=mask) for peer in (exact_model(name), model_of(name, "eager"))]
         assert all(torch.equal(tokens, expected) for expected, _ in peers)
         close(scores, *(expected for _, expected in peers))
@@ -71,7 +71,7 @@ def test_a_batch_padded_on_the_left_equals_eager_and_its_rows_alone(name: str, c
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-# why not deepseek: transformers 4.57 cannot cache it so itself.
+# Without deepseek: transformers 4.57 itself has no such cache for it.
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gemma2", "deepseek")])
 def test_a_static_cache_equals_eager(name: str, compiled: bool, calls: dict[str, int]) -> None:
     settings: dict[str, Any] = {"disable_compile": True}
@@ -104,7 +104,7 @@ def test_a_prompt_in_parts_on_a_growing_cache_equals_eager_at_once(
 
 
 def parameters_of_cache() -> tuple[str, ...]:
-    """The arguments of a dynamic cache, which takes a configuration from transformers 4.56 on."""
+    """Returns the arguments of a dynamic cache, which takes a configuration from transformers 4.56 on."""
     return transformers.DynamicCache.__init__.__code__.co_varnames
 
 
@@ -129,7 +129,7 @@ def test_a_training_step_is_as_exact_as_eager(name: str, device: str, dtype: Any
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_masks_that_are_not_of_one_causal_sequence(name: str, calls: dict[str, int]) -> None:
+def test_mask_tensors_and_padding_between_tokens_equal_sdpa(name: str, calls: dict[str, int]) -> None:
     rows, keys = torch.arange(11)[:, None], torch.arange(11)
     visible = (keys <= rows) & (keys % 3 != 1) | (keys == rows)
     between = torch.ones_like(IDS)
@@ -157,7 +157,7 @@ def test_attention_in_chunks_equals_eager(chunk: int, calls: dict[str, int]) -> 
     close(*results)
 
 
-def test_models_that_are_not_causal_equal_sdpa(calls: dict[str, int]) -> None:
+def test_encoder_decoder_models_equal_sdpa(calls: dict[str, int]) -> None:
     config = transformers.BartConfig(
         d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=64,
@@ -166,7 +166,7 @@ def test_models_that_are_not_causal_equal_sdpa(calls: dict[str, int]) -> None:
     assert calls["cuflash"] >= 2
 
 
-def test_tensors_are_handed_over_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_passed_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     views: list[Any] = []
     attention = bridge.attention
     monkeypatch.setattr(bridge, "attention", lambda *x, **kwargs: (views.extend(x), attention(*x, **kwargs))[1])
@@ -201,12 +201,12 @@ PACKED = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 6, 1
     ],
     ids=lambda x: "_".join(x) if isinstance(x, dict) else "",
 )
-def test_what_is_not_offered_is_refused(kwargs: dict[str, Any], words: str) -> None:
+def test_unsupported_calls_are_refused(kwargs: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         bridge.cuflash_attention_forward(layer(), *heads(), **({"attention_mask": None} | kwargs))
 
 
-def test_what_could_be_read_in_two_ways_is_refused() -> None:
+def test_ambiguous_calls_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="sliding window of 4, which 6 keys exceed"):
         bridge.cuflash_attention_forward(layer(sliding_window=4), *heads(), None)
     bridge.cuflash_attention_forward(layer(sliding_window=6), *heads(), None)
@@ -236,8 +236,8 @@ def test_a_window_of_no_keys_is_none() -> None:
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_takes_the_name_for_flash_attns_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    """As SigLIP does in transformers 4.57, which then leaves the padding mask out."""
+def test_models_that_take_the_name_for_flash_attn_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """SigLIP does so in transformers 4.57, and then drops the padding mask."""
     (tmp_path / "modeling_own.py").write_text(
         "from transformers import LlamaForCausalLM\n\n\nclass Custom(LlamaForCausalLM):\n    def of_flash(self):\n"
         '        return "flash" in self.config._attn_implementation\n'
@@ -250,14 +250,14 @@ def test_a_model_that_takes_the_name_for_flash_attns_is_refused(tmp_path: Path, 
         model_class._from_config(config, attn_implementation="cuflash")
 
 
-def test_a_model_that_asks_by_keyword_is_as_it_was() -> None:
+def test_models_that_pass_the_name_by_keyword_still_load() -> None:
     settings = SIZES | {"intermediate_size": 32, "pad_token_id": 0, "eos_token_id": 1}
     config = transformers.ModernBertConfig(**settings)
     transformers.ModernBertModel._from_config(config, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_model_that_adds_to_its_masks_gets_them(window: int | None) -> None:
+def test_models_that_add_to_masks_get_tensors(window: int | None) -> None:
     config = transformers.DogeConfig(**SIZES, sliding_window=window, initializer_range=0.3)
     as_exact_as("eager", transformers.DogeForCausalLM, config, attention_mask=ONES)
 
@@ -280,7 +280,7 @@ def test_registering_again_and_switching_change_nothing() -> None:
         assert transformers.modeling_utils.is_flash_attention_requested is requested
 
 
-def test_a_model_compiles_whole() -> None:
+def test_models_compile_whole() -> None:
     model = model_of("mistral", "cuflash")
     with torch.no_grad():
         peers = [peer(IDS, use_cache=False).logits for peer in (exact_model("mistral"), model_of("mistral", "eager"))]
@@ -289,7 +289,7 @@ def test_a_model_compiles_whole() -> None:
 
 
 @pytest.mark.parametrize("missing", ["transformers", "transformers.masking_utils"])
-def test_without_transformers_or_with_an_old_one_the_import_says_what_to_do(missing: str) -> None:
+def test_import_with_old_or_missing_transformers_raises_with_advice(missing: str) -> None:
     code = f"import sys; sys.modules['{missing}'] = None\ntry: import cuflash.frameworks.transformers\n"
     output = run_python("-c", f"{code}except ImportError as error: print(error)")
     assert output.startswith("cuflash.frameworks.transformers needs transformers 4.53")

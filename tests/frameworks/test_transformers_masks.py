@@ -1,4 +1,4 @@
-"""Masks of transformers as functions, and sinks, dropout and biases of positions, on cuflash."""
+"""Masks of transformers as functions, and sinks, dropout and position biases, on cuflash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BETWEEN = ONES.clone()
 BETWEEN[1, 4:7] = BETWEEN[0, 0] = BETWEEN[0, 9] = 0
 LEFT, SIDES = torch.tensor([[0] * 3 + [1] * 8, [1] * 11]), torch.tensor([[1] * 6 + [0] * 5, [0] * 2 + [1] * 9])
 LONG = torch.randint(1, 64, (2, 90), generator=torch.Generator().manual_seed(4))
-# why all experts: a choice among them would turn the last bit of a token into another result.
+# All experts are active: choosing among them would amplify a difference in the last bit.
 GPT_OSS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 6}
 
 
@@ -29,7 +29,7 @@ GPT_OSS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 6
 @torch.no_grad()
 def test_padding_between_tokens(name: str, calls: dict[str, int]) -> None:
     mask = BETWEEN.clone()
-    if name == "gemma2":  # whose eager attention gives NaN in float64 where a query sees no key
+    if name == "gemma2":  # its eager attention gives NaN in float64 for a query without keys
         mask[0, 0] = 1
     models = model_of(name, "cuflash"), exact_model(name), model_of(name, "eager")
     results = [model(IDS, attention_mask=mask, use_cache=False).logits[mask.bool()] for model in models]
@@ -70,7 +70,7 @@ def test_a_long_prompt_in_a_static_cache(name: str, is_padded: bool, calls: dict
 
 @torch.no_grad()
 def test_a_mask_function_of_a_model(calls: dict[str, int]) -> None:
-    """Of Gemma 3: parts of a row, such as images, that see all of themselves."""
+    """Gemma 3 has parts of a row, such as images, whose tokens see each other."""
     config = model_of("gemma3", "cuflash").config
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1]])
     embedded = torch.zeros(2, 11, 32)
@@ -93,9 +93,7 @@ def test_a_mask_function_of_a_model(calls: dict[str, int]) -> None:
 
 
 @torch.no_grad()
-def test_a_function_that_cannot_be_traced_becomes_a_tensor(
-    calls: dict[str, int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_untraceable_functions_become_tensors(calls: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
     config, inputs = model_of("llama", "cuflash").config, heads(11, 11)
 
     def odd(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -122,7 +120,7 @@ def test_sinks(mask: Any, calls: dict[str, int]) -> None:
         for implementation, dtype in (("cuflash", torch.float32), ("eager", torch.float64), ("eager", torch.float32)):
             torch.manual_seed(0)
             model = model_of("gpt_oss", implementation)
-            model.config._experts_implementation = "eager"  # why: others do not take float64
+            model.config._experts_implementation = "eager"  # others do not accept float64
             with torch.no_grad():
                 for place, each in enumerate(model.model.layers):
                     each.self_attn.sinks.copy_(torch.linspace(-1, 1, 4) + place)
@@ -210,7 +208,7 @@ def test_dropout(calls: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("mask", [BETWEEN, LEFT], ids=["between", "left"])
 @torch.no_grad()
-def test_layers_that_are_compiled_one_by_one(mask: Any) -> None:
+def test_separately_compiled_layers(mask: Any) -> None:
     model = model_of("llama", "cuflash")
     expected = model(IDS, attention_mask=mask, use_cache=False).logits
     for each in model.model.layers:

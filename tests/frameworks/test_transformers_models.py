@@ -1,4 +1,4 @@
-"""Which models of transformers are refused, with what to do, and those that take their attention from a table."""
+"""Models of transformers that are refused, with advice, and models that take attention from a table of classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INSTEAD = {"Bloom": '="eager"$', "Falcon": SDPA_INSTEAD, "RemBert": '="eager"$',
 
 
 @pytest.mark.parametrize("family", INSTEAD)
-def test_models_with_attention_of_their_own_are_refused(family: str) -> None:
+def test_models_with_other_attention_are_refused(family: str) -> None:
     config = getattr(transformers, f"{family}Config")()
     config.hidden_size = config.n_head = config.num_hidden_layers = 2
     model = getattr(transformers, f"{family}Model")
@@ -33,7 +33,7 @@ def test_models_with_attention_of_their_own_are_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["Bloom", "Falcon"])
-def test_models_with_attention_of_their_own_are_refused_by_attribute(family: str) -> None:
+def test_models_with_other_attention_are_refused_by_attribute(family: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "n_layer": 1, "num_attention_heads": 2}
     model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**sizes, n_head=2)).eval()
     model(IDS)
@@ -52,7 +52,7 @@ def test_models_without_attention_are_refused_as_such(family: str) -> None:
         model._from_config(config(), attn_implementation="cuflash")
 
 
-def test_a_module_that_has_no_class_for_the_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_without_a_class_for_the_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[transformers.SamModel.__module__]
     table = {"eager": module.SAM_VISION_ATTENTION_CLASSES["eager"]}
     monkeypatch.setattr(module, "SAM_VISION_ATTENTION_CLASSES", table)
@@ -76,10 +76,10 @@ VISION = {
 
 @pytest.mark.parametrize("mode", ["eval", "train", "compiled"])
 @pytest.mark.parametrize("family", VISION)
-def test_models_of_images_that_take_attention_from_a_table_are_those_of_eager(
+def test_image_models_with_tables_of_classes_equal_eager(
     family: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With their biases of positions, which have gradients, as the windows of SAM have."""
+    """With position biases, which have gradients, and SAM's windows."""
     kind, settings = getattr(transformers, f"{family}Model"), SMALL_VISION | VISION[family]
     images, layers = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), []
     run = tables.attention
@@ -91,7 +91,7 @@ def test_models_of_images_that_take_attention_from_a_table_are_those_of_eager(
         model = kind._from_config(config, attn_implementation=name).train(mode == "train")
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                if "rel" in parameter_name:  # made of zeros
+                if "rel" in parameter_name:  # initialised to zeros
                     parameter.normal_(0.0, 0.5)
         call = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
         out = call(images).last_hidden_state
@@ -110,8 +110,8 @@ def test_models_of_images_that_take_attention_from_a_table_are_those_of_eager(
 
 @pytest.mark.parametrize("has_mask", [True, False], ids=["mask", ""])
 @pytest.mark.parametrize("family", VISION)
-def test_models_of_images_are_one_graph(family: str, has_mask: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Layers without a bias of positions run on cuflash there, and others on PyTorch's function."""
+def test_image_models_compile_to_one_graph(family: str, has_mask: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """In a graph, layers without a position bias run on cuflash, and others on PyTorch's function."""
     torch._dynamo.reset()
     tables._log_sdpa.cache_clear()
     settings = SMALL_VISION | VISION[family] | {"use_rel_pos": has_mask, "use_relative_position_bias": has_mask}
@@ -138,7 +138,7 @@ def test_attention_weights_are_refused_where_layers_get_no_flag(family: str, is_
     assert call(images).last_hidden_state.shape[0] == 1
 
 
-def test_models_whose_attention_is_from_a_table_are_copied_and_pickled() -> None:
+def test_image_models_with_tables_are_copied_and_pickled() -> None:
     config = transformers.SamVisionConfig(**SMALL_VISION, **SAM)
     model = transformers.SamVisionModel._from_config(config, attn_implementation="cuflash").eval()
     images = torch.randn(1, 3, 32, 32)

@@ -1,4 +1,4 @@
-"""transformers' models on packed rows and on batches with padding: each sequence is what it is by itself."""
+"""transformers' models on packed rows and padded batches: each sequence has the result of a separate call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 
 
 def collated(**arguments: Any) -> dict[str, Any]:
-    """What the padding-free collator makes of the sequences; labels are those that it puts beside them."""
+    """Returns the padding-free collator's batch of the sequences, and its labels."""
     collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **arguments)
     return dict(collator([{"input_ids": part.tolist()} for part in ROW[0].split(LENGTHS)]))
 
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def one_by_one(model: Any, dtype: Any = torch.float32) -> Any:
-    """The logits of the sequences by themselves, one behind the other."""
+    """Returns the logits of separate calls, concatenated."""
     model = model.to(dtype)
     return torch.cat([model(part, use_cache=False).logits for part in ROW.split(LENGTHS, 1)], 1)
 
@@ -50,7 +50,7 @@ def one_by_one(model: Any, dtype: Any = torch.float32) -> Any:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_packed_rows_are_their_sequences(name: str, way: str, calls: dict[str, int]) -> None:
+def test_packed_rows_equal_separate_sequences(name: str, way: str, calls: dict[str, int]) -> None:
     got = model_of(name, "cuflash")(ROW, **WAYS[way]).logits
     assert calls == {"cuflash": 2, "sdpa": 0}
     close(got, one_by_one(exact_model(name), torch.float64), one_by_one(model_of(name, "eager")))
@@ -70,7 +70,7 @@ def test_several_packed_rows(calls: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("bounds", [False, True])
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_a_padding_free_training_step_is_that_of_the_sequences(
+def test_padding_free_training_steps_equal_separate_sequences(
     bounds: bool, checkpoints: bool, calls: dict[str, int]
 ) -> None:
     batch, results = collated(return_flash_attn_kwargs=bounds), []
@@ -92,7 +92,7 @@ def test_a_padding_free_training_step_is_that_of_the_sequences(
 
 
 @pytest.mark.parametrize("bounds", [False, True])
-def test_a_model_compiles_whole_over_packed_rows(bounds: bool) -> None:
+def test_models_compile_whole_over_packed_rows(bounds: bool) -> None:
     batch = collated(return_flash_attn_kwargs=bounds)
     batch.pop("labels")
     compiled = torch.compile(model_of("mistral", "cuflash"), backend="eager", fullgraph=True)
@@ -140,7 +140,7 @@ def test_a_prompt_with_padding_in_parts_on_a_growing_cache(calls: dict[str, int]
     close(torch.cat(parts, 1)[mask.bool()], *(x[mask.bool()] for x in peers))
 
 
-def test_padding_of_an_encoder_and_of_what_a_decoder_sees_of_it(calls: dict[str, int]) -> None:
+def test_padding_of_an_encoder_is_hidden_from_its_decoder(calls: dict[str, int]) -> None:
     config = transformers.BartConfig(
         d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=64,
@@ -152,7 +152,7 @@ def test_padding_of_an_encoder_and_of_what_a_decoder_sees_of_it(calls: dict[str,
     assert calls == {"cuflash": 3, "sdpa": 0}
 
 
-def test_a_mask_is_made_only_if_someone_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_become_tensors_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[Any] = []
     make = bridge.cuflash_mask
     monkeypatch.setattr(bridge, "cuflash_mask", lambda **kwargs: masks.append(make(**kwargs)) or masks[-1])
@@ -187,7 +187,7 @@ def test_a_mask_is_made_only_if_someone_looks_at_it(monkeypatch: pytest.MonkeyPa
         assert torch.equal(got, expected)
 
 
-def test_a_mask_of_another_size_than_the_layers_is_made(calls: dict[str, int]) -> None:
+def test_cut_masks_become_tensors(calls: dict[str, int]) -> None:
     mask = ONES.clone()
     mask[1, 7:] = 0
     model = model_of("llama", "cuflash")
@@ -198,7 +198,7 @@ def test_a_mask_of_another_size_than_the_layers_is_made(calls: dict[str, int]) -
     assert out.shape == (2, 6, 4, 8)
 
 
-def test_patterns_that_are_something_else_are_not_taken_for_these() -> None:
+def test_patterns_are_read_from_known_functions_alone() -> None:
     utils = transformers.masking_utils
     causal, window = utils.causal_mask_function, utils.sliding_window_causal_mask_function(4)
     ids = torch.zeros(1, 5)
@@ -217,7 +217,7 @@ def test_patterns_that_are_something_else_are_not_taken_for_these() -> None:
         assert Pattern.from_function(other) is None
 
 
-def test_bounds_beside_a_mask_tensor_count_too(calls: dict[str, int]) -> None:
+def test_bounds_beside_a_mask_tensor_apply(calls: dict[str, int]) -> None:
     bounds = torch.tensor([0, 4, 6, 12])
     causal = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
     inputs, both = heads(), {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
@@ -230,7 +230,7 @@ def test_bounds_beside_a_mask_tensor_count_too(calls: dict[str, int]) -> None:
         bridge.cuflash_attention_forward(layer(), *inputs, None, cu_seq_lens_q=bounds)
 
 
-def test_positions_that_change_are_read_again() -> None:
+def test_changed_positions_are_read_again() -> None:
     query, key, value = (x[:1] for x in heads())
     positions = torch.arange(6)[None]
     whole = bridge.cuflash_attention_forward(layer(), query, key, value, None, position_ids=positions)[0]
@@ -241,7 +241,7 @@ def test_positions_that_change_are_read_again() -> None:
     torch.testing.assert_close(parts[:, 3:], alone)
 
 
-def test_what_goes_to_sdpa_is_logged_once_for_a_model(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_on_sdpa_are_logged_once_for_a_model(caplog: pytest.LogCaptureFixture) -> None:
     tables._log_sdpa.cache_clear()
     between = ONES.clone()
     between[1, 4:7] = 0

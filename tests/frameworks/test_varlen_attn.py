@@ -1,4 +1,4 @@
-"""`torch.nn.attention.varlen` on cuflash: packed sequences, pages and used lengths, through the ops that it calls."""
+"""`torch.nn.attention.varlen` on cuflash: packed sequences, pages and used lengths, through its ops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGED = Sequences("paged", (3, 1, 0, 20), (40, 17, 5, 64), "packed", "paged", us
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """cuflash in the place of PyTorch's ops, which PyTorch has for GPUs alone, on the CPU or on a GPU."""
+    """Replaces PyTorch's GPU ops by cuflash, on the CPU or on a GPU."""
     if request.param == "cuda":
         sdpa.activate()
         yield "cuda"
@@ -44,7 +44,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 class Kernel:
-    """PyTorch's own, as far as its being called goes."""
+    """A stand-in for PyTorch's kernel, which raises when it is called."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,7 +56,7 @@ class Kernel:
 def called(
     inputs: VarlenArrays, device: str, *, grad: bool = False, out: Any = None, **more: Any
 ) -> tuple[Any, Any, Any]:
-    """out, lse and the leaves of a call of PyTorch's function."""
+    """Returns out, lse and the leaves of a call of PyTorch's function."""
     arguments, case = arguments_of(inputs, device, grad=grad), inputs.sequences
     leaves = tuple(arguments[name] for name in "qkv")
     lengths = max(case.queries), max(case.keys)
@@ -91,7 +91,7 @@ def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None
     assert_sequences(inputs, *(x.detach() for x in called(inputs, device, num_splits=2)[:2]))
 
 
-def test_gradients_are_those_of_float64(device: str) -> None:
+def test_gradients_match_float64(device: str) -> None:
     inputs = varlen_arrays(CAUSAL)
     arguments = arguments_of(inputs, device)
     bounds, lengths = [arguments[f"cu_seqlens_{side}"] for side in "qk"], (17, 17)
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_float64(device: str) -> None:
     check_gradients(inputs, [in_numpy(x) for x in grads], dlse=False)
 
 
-def test_an_out_that_is_given_keeps_rows_of_no_sequence(device: str) -> None:
+def test_out_argument_keeps_rows_of_no_sequence(device: str) -> None:
     inputs = varlen_arrays(CAUSAL)
     target = torch.full_like(arguments_of(inputs, device)["q"].detach(), 7.0)
     out, lse, _ = called(inputs, device, out=target)
@@ -115,7 +115,7 @@ def test_an_out_that_is_given_keeps_rows_of_no_sequence(device: str) -> None:
     assert_sequences(inputs, out.masked_fill(unused[:, None, None], 0.0), lse)
 
 
-def test_bounds_beside_a_table_tell_lengths(device: str) -> None:
+def test_bounds_beside_a_table_give_lengths(device: str) -> None:
     inputs = varlen_arrays(PAGED)
     arguments = arguments_of(inputs, device)
     bounds = torch.nn.functional.pad(arguments["seqused_k"].cumsum(0, dtype=torch.int32), (1, 0))
@@ -135,7 +135,7 @@ def test_dense_calls_of_the_same_op(device: str) -> None:
 
 
 def test_results_have_the_strides_of_their_operands(device: str) -> None:
-    """As PyTorch's fake kernels promise to torch.compile."""
+    """PyTorch's fake kernels promise them to torch.compile."""
     q, k, v = torch.randn(3, 4, 20, 16, device=device).to(torch.float16).transpose(1, 2).unbind()
     bounds = torch.tensor([0, 8, 20], dtype=torch.int32, device=device)
     out, lse, *state, _ = OPS._flash_attention_forward(q, k, v, bounds, bounds, 12, 12, 0.0, True, False)
@@ -160,7 +160,7 @@ def test_compiled_whole_with_gradients(device: str) -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_what_is_refused_and_what_is_pytorchs_own(device: str) -> None:
+def test_unsupported_calls_are_refused_or_run_pytorchs_kernels(device: str) -> None:
     q, k, v = (x.detach() for x in dense(device, torch.float16, dim=16))
     places = None, None, 9, 12
     slopes = torch.ones(4, device=device)
@@ -169,7 +169,7 @@ def test_what_is_refused_and_what_is_pytorchs_own(device: str) -> None:
     with pytest.raises(UnsupportedError, match="alibi_slopes and gradients"):
         OPS._flash_attention_forward(q.detach().requires_grad_(), k, v, *places, 0.0, True, False, alibi_slopes=slopes)
     in_place = getattr(OPS, "_flash_attention_forward_no_dropout_inplace", None)
-    if in_place is not None:  # PyTorch before 2.12 has none
+    if in_place is not None:  # PyTorch before 2.12 lacks it
         with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1.*give 0\.0 and False"):
             in_place(torch.empty_like(q), q, k, v, *places, 0.1, False, False)
     plain = OPS._flash_attention_forward(q, k, v, *places, 0.0, False, False)

@@ -1,4 +1,4 @@
-"""JAX without a GPU: XLA's interface, and what the GPU's handlers launch (recorded)."""
+"""JAX without a GPU: XLA's interface, and the recorded launches of GPU handlers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def call_spec(shapes: list[tuple[int, ...]], static: CallOptions = STATIC, works
     return CallSpec(static._replace(names=names), tuple(shapes), dtypes, workspace)
 
 
-def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
+def test_attributes_round_trip_and_other_versions_are_refused() -> None:
     encoded = CallOptions(None, -3, 0.1, 0.0, from_end=True, max_seqlen_k=7, num_splits=2, split_size=256)
     for static in (STATIC, CallOptions(-(2**31), 2**31, 1e-15, 1e15, True), CallOptions(0, 0, 0.1, 30.0), encoded):
         for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)], []):
@@ -50,7 +50,7 @@ def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_r
             CallSpec.decode(other)
 
 
-def test_exported_programs_keep_the_name_that_block_masks_had() -> None:
+def test_exported_programs_keep_the_old_name_of_mask_tiles() -> None:
     static = STATIC._replace(names=("q", "k", "v", "mask_tiles"))
     attribute = CallSpec(static).encode().tobytes()
     assert b'"cells"' in attribute
@@ -75,7 +75,7 @@ def raising(error: BaseException) -> Any:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_a_handler_raises_is_an_error_of_xla(error: BaseException, expected: str) -> None:
+def test_handler_exceptions_become_xla_errors(error: BaseException, expected: str) -> None:
     ffi.register("cuflash_test_error", "cpu", 0, raising(error))  # and each replaces the one before
     call = jax.jit(jax.ffi.ffi_call("cuflash_test_error", jax.ShapeDtypeStruct((1,), jnp.float32)))
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(jax.errors.JaxRuntimeError) as caught:
@@ -90,11 +90,11 @@ runtimes: list[Any] = []
 def runtime_of(major: int = 0, api_bytes: int = 1000) -> Any:
     api = ffi._Api(struct_size=api_bytes)
     api.version.major, api.version.minor = major, 9
-    runtimes.append(api)  # which is not to go
+    runtimes.append(api)  # keeps it alive
     return ffi._Runtime(ctypes.addressof(api))
 
 
-def test_an_interface_that_does_not_fit_is_told_before_anything_of_it_is_read() -> None:
+def test_mismatched_interface_is_refused_before_it_is_read() -> None:
     ffi.check_fits(runtime_of(), 168)
     with pytest.raises(UnsupportedError, match=r"FFI 1\.9 is there; cuflash speaks 0\.x"):
         ffi.check_fits(runtime_of(major=1), 168)
@@ -104,7 +104,7 @@ def test_an_interface_that_does_not_fit_is_told_before_anything_of_it_is_read() 
         runtime_of(api_bytes=88).function("DeviceOrdinal_Get")
 
 
-def test_a_call_is_read_as_xla_says_it() -> None:
+def test_call_frames_are_read_as_xla_writes_them() -> None:
     names: list[Any] = []
 
     def look(call: ffi.Call) -> None:
@@ -121,7 +121,7 @@ def test_a_call_is_read_as_xla_says_it() -> None:
     assert names == [[[(16, (4, 1, 2)), (11, ())], [(11, (2, 3)), (10, (0, 5))]], np.arange(3).tobytes()]
 
 
-def test_modules_that_are_loaded_anew_serve_on() -> None:
+def test_reloaded_modules_keep_their_handlers() -> None:
     x = np.ones((1, 3, 1, 4), "f4")
     names = ("jax.ffi", "jax.handlers", "jax.primitives", "jax.autograd", "jax")
     with jax.default_device(jax.devices("cpu")[0]):
@@ -139,7 +139,7 @@ def test_modules_that_are_loaded_anew_serve_on() -> None:
 
 
 class Recorded:
-    """In place of loaded kernels."""
+    """A stand-in for loaded kernels, which records launches."""
 
     instances: list[Recorded]
 
@@ -161,7 +161,7 @@ class Recorded:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two GPUs that record: what is done around launches is recorded in order."""
+    """Provides two recording GPUs: the calls around launches are recorded in order."""
     lines: list[str] = []
 
     @contextlib.contextmanager
@@ -226,14 +226,14 @@ def test_a_backward_call_takes_the_workspace_of_xla(gpus: list[str], with_dlse: 
     assert len(kernels.streams) == 1
 
 
-def test_operands_that_are_not_aligned_take_the_generic_kernel(gpus: list[str]) -> None:
+def test_unaligned_operands_use_the_generic_kernel(gpus: list[str]) -> None:
     handlers.run_on_cuda(BACKWARD, call_of([X] * 5 + [LSE], 4, off=2))
     hopper, generic = Recorded.instances
     assert (hopper.plan.variant.of_warpgroups, generic.plan.variant.of_warpgroups) == (True, False)
     assert (len(hopper.streams), len(generic.streams)) == (0, 1)
 
 
-def test_operands_take_their_places_by_name_and_both_halves_of_one_operand(gpus: list[str]) -> None:
+def test_operands_are_placed_by_name_and_kv_is_halved(gpus: list[str]) -> None:
     names, shapes = (
         ("q", "kv", "cu_seqlens_q", "seqused_k", "page_table"),
         ((9, 4, 64), (5, 16, 2, 128), (3,), (2,), (2, 4)),
@@ -262,7 +262,7 @@ def gradients(*arrays: Any) -> Any:
     return jax.grad(lambda *x: attention(*x, causal=True).astype("float32").sum(), (0, 1, 2))(*arrays)
 
 
-def test_lowering_loads_what_runs_on_every_gpu_and_gives_backward_its_workspace(gpus: list[str]) -> None:
+def test_lowering_loads_kernels_on_every_gpu_and_sizes_the_workspace(gpus: list[str]) -> None:
     def planned(target: str, shapes: list[tuple[int, ...]]) -> Any:
         return plan(call_spec(shapes).problem(target, "cuda:0"), H100)
 
@@ -286,9 +286,7 @@ def test_lowering_reserves_the_counter_of_a_counted_plan(gpus: list[str]) -> Non
     assert [what for what in gpus if "reserve" in what] == ["reserve 0", "reserve 1"]
 
 
-def test_a_gpu_that_cannot_run_it_does_not_matter_beside_one_that_can(
-    gpus: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_gpus_are_skipped_beside_a_supported_one(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def query(ordinal: int) -> Any:
         if ordinal not in capable:
             raise UnsupportedError(f"GPU {ordinal} is sm_75")
@@ -302,10 +300,10 @@ def test_a_gpu_that_cannot_run_it_does_not_matter_beside_one_that_can(
         lowered(attention, (3, *X[1:]), (3, *X[1:]), (3, *X[1:]))
 
 
-def test_lowering_for_machines_that_are_not_this_one() -> None:
+def test_lowering_for_other_machines() -> None:
     if any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("needs a machine without a GPU")
-    shapes = [(5, *X[1:])] * 3  # of no other test: what is lowered once is kept
+    shapes = [(5, *X[1:])] * 3  # unique to this test: lowered programs are cached
     assert FORWARD in lowered(attention, *shapes)
     with pytest.raises(UnsupportedError, match="export on a machine that has one"):
         lowered(gradients, *shapes)

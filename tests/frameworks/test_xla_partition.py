@@ -1,4 +1,4 @@
-"""Under plain jit, calls are partitioned over batch and heads: no device gathers what it does not need."""
+"""Calls under plain jit are partitioned over batch and heads; no device gathers needless arrays."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ for of in (mesh, mesh.abstract_mesh):
     [DENSE, TRANSFORMED, LENGTHS, OTHERS, EXPORTED],
     ids=["dense", "transformed", "lengths", "others", "exported"],
 )
-def test_results_are_those_of_one_device_and_nothing_is_gathered_that_is_not_needed(code: str) -> None:
+def test_partitioned_results_equal_one_device_without_needless_gathers(code: str) -> None:
     if code is EXPORTED:
         pytest.importorskip("flatbuffers")
     run_python("-c", SETUP + code, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=8")

@@ -1,13 +1,15 @@
-"""cuflash under the names that programs import of flash-attn, for code that is not to be changed.
+"""cuflash under the names that programs import from flash-attn, for code that must stay unchanged.
 
-from cuflash.frameworks import flash_attn
-flash_attn.activate()                                     # before the program's own imports
-flash_attn.activate(as_installed=True)                    # for transformers and diffusers
+    from cuflash.frameworks import flash_attn
+    flash_attn.activate()                                     # before the program's own imports
+    flash_attn.activate(as_installed=True)                    # for transformers and diffusers
 
-from flash_attn import flash_attn_func                    # cuflash.frameworks.flash_attn_interface
-from flash_attn.bert_padding import unpad_input           # cuflash.frameworks.flash_attn.bert_padding
-from flash_attn.cute import flash_attn_varlen_func        # cuflash.frameworks.flash_attn_4_interface
-from flash_attn_interface import flash_attn_with_kvcache  # cuflash.frameworks.flash_attn_3_interface
+    from flash_attn import flash_attn_func                    # cuflash.frameworks.flash_attn_interface
+    from flash_attn.bert_padding import unpad_input           # cuflash.frameworks.flash_attn.bert_padding
+    from flash_attn.cute import flash_attn_varlen_func        # cuflash.frameworks.flash_attn_4_interface
+    from flash_attn_interface import flash_attn_with_kvcache  # cuflash.frameworks.flash_attn_3_interface
+
+`activate` registers these modules, and `restore` removes them.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from . import bert_padding, v2, v2_gpu, v3, v4
 
 __all__ = ["activate", "restore"]
 
-# What is registered: where its functions are, and its version if it has one. The versions are those whose signatures
-# cuflash has; 2.8.3 is the newest that TransformerEngine takes.
+# Registered modules: the source of their functions, and a version, whose signatures cuflash has. 2.8.3 is the newest
+# version that TransformerEngine accepts.
 _MODULES: dict[str, tuple[ModuleType, str | None]] = {
     "flash_attn": (v2, "2.8.3"),
     "flash_attn.flash_attn_interface": (v2, None),
@@ -45,10 +47,10 @@ _STANDS_IN = (
     f"{', '.join(_MODULES)}. For all else install flash-attn and call activate(force=True), or call restore()"
 )
 _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
-# What imports a module, and what PyTorch calls to find FlashAttention-4: where the code is, and its name.
+# Functions, as (module, name), that import a module, and that PyTorch calls to find FlashAttention-4.
 _IMPORTING = "importlib._bootstrap", "_find_and_load_unlocked"
 _SEEKING_KERNELS = "torch._inductor.kernel.flex.flex_flash_attention", "ensure_flash_available"
-# Distributions, their versions, and the modules that they bring.
+# Distributions: their versions and top-level modules.
 _DISTRIBUTIONS = {
     "flash-attn": ("2.8.3", "flash_attn"),
     "flash-attn-3": ("3.0.0", "flash_attn_3\nflash_attn_interface"),
@@ -57,7 +59,7 @@ _DISTRIBUTIONS = {
 
 
 class _Before(NamedTuple):
-    """What `restore` puts back: modules under our names, and the finder that it removes."""
+    """The state that `restore` brings back: modules under flash-attn's names, and the finder to remove."""
 
     modules: dict[str, ModuleType]
     finder: _Finder
@@ -71,26 +73,38 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
 
     The modules are `flash_attn` (`__version__` is 2.8.3), its `flash_attn_interface` and `bert_padding`,
     `flash_attn.cute` and `flash_attn.cute.interface`, and FlashAttention-3 as `flash_attn_interface` and
-    `flash_attn_3.flash_attn_interface`. They have the functions and signatures of the modules of this package, and
-    `flash_attn_gpu` of flash-attn 2, which xformers calls. What else the packages hold (`flash_attn.layers`, `.ops`,
-    `.losses`, `.modules`, `flash_attn_2_cuda`) is a ModuleNotFoundError, also for code that looks for `flash_attn` and
-    then imports such a module from it. `BACKEND="FLASH"` of PyTorch's flex_attention, which calls kernels of
-    FlashAttention-4, is an UnsupportedError. Names that were imported before are not changed.
+    `flash_attn_3.flash_attn_interface`. They have the functions and signatures of this package's modules, and
+    `flash_attn_gpu` of flash-attn 2, which xformers calls. A second call only adds `as_installed=True`.
 
-    as_installed: for programs that look for an installed distribution, which are transformers and diffusers: they do
-    not offer "flash_attention_2" and the like by the modules alone. `as_installed=True` makes `importlib.metadata`
-    answer that flash-attn 2.8.3, flash-attn-3 3.0.0 and flash-attn-4 4.0.0 are installed, in this process and until
-    `restore`; nothing of `importlib.metadata` is replaced. Call it before they are imported, as they keep the answers.
-    Not beside TransformerEngine, which then imports `flash_attn_2_cuda` and fails. Programs that look for modules
-    (`import`, `importlib.util.find_spec`, `flash_attn.__version__`) find them without it: Megatron, xformers,
-    ring-flash-attention, unsloth, nanochat. `cuflash.frameworks.transformers` needs none of it.
+    Parameters
+    ----------
+    force : bool, default False
+        Registers also where one of the packages is installed. Its other modules stay importable.
+    as_installed : bool, default False
+        Makes `importlib.metadata` report flash-attn 2.8.3, flash-attn-3 3.0.0 and flash-attn-4 4.0.0 as installed, in
+        this process and until `restore`.
 
-    force: also where one of the packages is installed. Its modules that are not named above stay importable.
+    Raises
+    ------
+    UnsupportedError
+        Where a package is installed, unless `force=True`; nothing is registered then.
 
-    A second call does nothing, but `as_installed=True` counts then, too. Raises UnsupportedError where a package is
-    installed, unless `force=True`; nothing is registered then. Limits and rules for NaN of the functions are those of
+    Notes
+    -----
+    transformers and diffusers look for an installed distribution, and offer "flash_attention_2" and the like only with
+    `as_installed=True`. Call it before they are imported, as they cache the answers. It adds a finder and replaces
+    nothing of `importlib.metadata`. Do not use it beside TransformerEngine, which then imports `flash_attn_2_cuda` and
+    fails. Megatron, xformers, ring-flash-attention, unsloth and nanochat look for modules (`import`,
+    `importlib.util.find_spec`, `flash_attn.__version__`), and do not need it. Neither does
+    `cuflash.frameworks.transformers`.
+
+    Other modules of the packages (`flash_attn.layers`, `.ops`, `.losses`, `.modules`, `flash_attn_2_cuda`) raise
+    ModuleNotFoundError. `BACKEND="FLASH"` of PyTorch's flex_attention calls kernels of FlashAttention-4, and is an
+    UnsupportedError. Names imported before the call keep their values. Limits and rules for NaN are described in
     `cuflash.forward` and `cuflash.backward`.
 
+    Examples
+    --------
     >>> from cuflash.frameworks import flash_attn
     >>> flash_attn.activate()
     >>> from flash_attn import flash_attn_func
@@ -116,7 +130,7 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
     _before = _Before({name: module for name, module in sys.modules.items() if _is_ours(name)}, finder)
     modules = {name: _module_named(name, installed) for name in _MODULES}
     sys.modules.update(modules)
-    for name in list(filter(_is_ours, sys.modules)):  # those of an installed package, too
+    for name in list(filter(_is_ours, sys.modules)):  # also modules of an installed package
         parent, _, child = name.rpartition(".")
         if parent in modules:
             setattr(modules[parent], child, sys.modules[name])
@@ -124,8 +138,10 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
 
 
 def restore() -> None:
-    """Takes back what `activate` did: modules of these names are exactly those that were there before it.
+    """Undoes `activate`: modules of these names are again exactly as before it.
 
+    Examples
+    --------
     >>> import sys
     >>> from cuflash.frameworks import flash_attn
     >>> flash_attn.activate()
@@ -149,16 +165,16 @@ def _is_ours(name: str) -> bool:
 
 
 def _installed(root: str) -> list[str] | None:
-    """Where the modules of an installed package are; None if there is none."""
+    """Returns the places of the modules of an installed package; None if there is none."""
     try:
         spec = importlib.util.find_spec(root)
-    except ValueError:  # somebody registered a module without a spec
+    except ValueError:  # a registered module without a spec
         return []
     return None if spec is None else list(spec.submodule_search_locations or [spec.origin or ""])
 
 
 def _module_named(name: str, installed: dict[str, list[str] | None]) -> ModuleType:
-    """The module of this name; that of a package finds further modules where those of an installed one are."""
+    """Returns the module of this name. A package also finds further modules in an installed package's places."""
     source, version = _MODULES[name]
     root, *inner = name.split(".")
     places = [str(Path(place, *inner)) for place in installed[root] or []]
@@ -182,7 +198,7 @@ def _module_named(name: str, installed: dict[str, list[str] | None]) -> ModuleTy
 
 
 class _StandIn(ModuleType):
-    """A module of flash-attn, whose errors name cuflash, too."""
+    """A module in place of flash-attn, whose errors name cuflash, too."""
 
     def __init__(self, name: str, doc: str) -> None:
         self._spec: ModuleSpec | None = None
@@ -190,7 +206,7 @@ class _StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         frame = sys._getframe(1)
-        if frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:  # why: Python's error in its place lacks the text
+        if frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:  # Python's own ImportError would lose the text
             raise ImportError(f"cannot import name {name!r} from {self.__name__!r}: {_STANDS_IN}", name=self.__name__)
         text = f"module {self.__name__!r} has no attribute {name!r}: {_STANDS_IN}"
         raise AttributeError(text, name=name, obj=self)
@@ -200,7 +216,7 @@ class _StandIn(ModuleType):
 
     @property
     def __spec__(self) -> ModuleSpec | None:
-        """The spec; for PyTorch, which takes it for kernels of FlashAttention-4, an error before it compiles."""
+        """The spec. PyTorch, which takes it for FlashAttention-4's kernels, gets an error before it compiles."""
         if self.__name__ == "flash_attn.cute" and _is_called_by(_SEEKING_KERNELS, 3):
             raise UnsupportedError(
                 'BACKEND="FLASH" of flex_attention calls kernels of FlashAttention-4, but cuflash stands in for it '
@@ -215,7 +231,7 @@ class _StandIn(ModuleType):
 
 
 def _is_called_by(code: tuple[str, str], depth: int) -> bool:
-    """True if the caller's frame so many calls up runs this code: the name of a module, and of a function in it."""
+    """True if the frame `depth` calls up runs this code: the names of a module and of a function."""
     frame = sys._getframe(1)
     for _ in range(depth - 1):
         if frame.f_back is None:
@@ -242,13 +258,13 @@ class _Installed(Distribution):
 
 
 class _Finder(DistributionFinder):
-    """Finder that comes after the paths of installed packages: errors for missing modules, and distributions."""
+    """Finder behind the paths of installed packages: raises for missing modules, and finds distributions."""
 
     def __init__(self, as_installed: bool) -> None:
         self.as_installed = as_installed
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        # why not for importlib.util.find_spec: xformers and others look for modules by it, and None is the answer.
+        # Only imports raise: xformers and others look for modules by importlib.util.find_spec, which expects None.
         if _is_ours(fullname) and _is_called_by(_IMPORTING, 3):
             raise ModuleNotFoundError(f"No module named {fullname!r}: {_STANDS_IN}", name=fullname)
 

@@ -1,7 +1,7 @@
-"""What the interfaces of flash-attn 2 and 3 share: how arguments become those of `attention`, and what is refused.
+"""Shared code of the flash-attn 2 and 3 interfaces: translates their arguments for `attention`, and refuses others.
 
-Both have dense calls, packed ones and calls over a cache, under the same names and with the same conventions; their
-functions differ in the order of arguments and in what they take besides.
+Both have dense, packed and cached calls, with equal names and conventions. Their functions differ in the order of
+arguments, and in some arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..torch import attention, check_tensor
 from ..torch.ops import BOUNDS
 from ..torch.varlen import check_integers, paged_or_packed
 
-# Names of arguments in errors of `attention`, and those of callers. Lengths of pages may come from cu_seqlens_k.
+# Argument names in errors of `attention`, with the callers' names. Lengths of pages may come from cu_seqlens_k.
 NAMES_2 = {"page_table": "block_table"}
 NAMES_3, NAMES_4 = {"sinks": "s_aux"}, {"sinks": "learnable_sink"}
 FROM_BOUNDS = {"seqused_k": "cu_seqlens_k.diff()"}
@@ -45,10 +45,10 @@ def attend(
     names: Mapping[str, str] = NAMES_3,
     **sequences: Any,
 ) -> Any:
-    """Computes out, or (out, lse), from the arguments that both versions share, and those of `attention` on sequences.
+    """Computes out, or (out, lse), from the arguments that both versions share, and varlen keywords of `attention`.
 
-    returned: the name of the flag that asks for lse. mod_kwargs: the keywords of `attention` on mods. names: those in
-    errors of `attention`, and the caller's for them.
+    returned: the name of the flag for lse. mod_kwargs: the mod keywords of `attention`. names: argument names in errors
+    of `attention`, with the caller's names.
     """
     check_flag(returned, return_lse)
     rank_q = rank_k = 4
@@ -78,7 +78,7 @@ def attend(
 
 
 def refuse_leftpad(name: str, leftpad: Any) -> None:
-    """Raises for keys that begin elsewhere than at the first row of a cache."""
+    """Raises for keys that begin after the first row of a cache."""
     if leftpad is not None:
         raise UnsupportedError(
             f"{name} was given, but the keys of a sequence begin at the first row of its cache; leave None, and keep "
@@ -87,8 +87,8 @@ def refuse_leftpad(name: str, leftpad: Any) -> None:
 
 
 def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
-    """Raises for arguments that several functions have; hints are pack_gqa and sm_margin, tensors qv and descales."""
-    if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:  # why by types: arrays may have no truth
+    """Raises for unsupported arguments. hints: pack_gqa and sm_margin. tensors: qv and descales."""
+    if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:  # by type: arrays may have no truth value
         raise ProblemError(
             f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
             "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
@@ -115,9 +115,9 @@ def lengths_of(
     max_seqlen_q: Any,
     max_seqlen_k: Any,
 ) -> dict[str, Any]:
-    """The keywords of `attention` on sequences, from arguments of versions 3 and 4, all of which may be None.
+    """Returns the varlen keywords of `attention`, from arguments of versions 3 and 4, all of which may be None.
 
-    As there, a bound on the lengths says nothing of a side that is a rectangle.
+    As in these versions, a bound on lengths has no effect on a side that is dense.
     """
     check_integers("cu_seqlens_q", cu_seqlens_q)
     check_integers("seqused_q", seqused_q)
@@ -131,9 +131,9 @@ def lengths_of(
 
 
 def rows_of_table(page_table: Any, name: str, rows: Any) -> tuple[Any, Any]:
-    """The table of pages and the rows of a cache, of which one is None: where both are given, sequence b has that row.
+    """Returns the page table and the cache rows, one of which is None. With both, sequence b has page_table[rows[b]].
 
-    name: that of `rows`. A row that is not there has pages of -1: not seen on a GPU, an error in host memory.
+    name: the name of `rows`. A row out of range gets pages -1: masked on a GPU, an error in host memory.
     """
     if page_table is None or rows is None:
         return page_table, rows
@@ -144,15 +144,15 @@ def rows_of_table(page_table: Any, name: str, rows: Any) -> tuple[Any, Any]:
             f"page_table has shape {tuple(page_table.shape)} on {page_table.device}, and {name} {tuple(rows.shape)} on "
             f"{rows.device}; give (rows, max_pages) and (batch,) on one device"
         )
-    table = torch.cat([page_table, page_table.new_full((1, page_table.shape[1]), -1)])  # the last row: no pages
+    table = torch.cat([page_table, page_table.new_full((1, page_table.shape[1]), -1)])  # the appended row has no pages
     nowhere = len(page_table)
     return table[torch.where((rows >= 0) & (rows < nowhere), rows, nowhere)], None
 
 
 def row_error(error: Exception, name: str, page_table: Any, rows: Any) -> Exception:
-    """Returns the error of a call over `rows_of_table`, or that of a row in host memory that the table does not have.
+    """Returns the error of a call over `rows_of_table`, or the error for a host row out of the table's range.
 
-    name: that of `rows`.
+    name: the name of `rows`.
     """
     match = re.match(r"page_table\[(\d+), \d+\] is -1,", str(error))
     if match is None or page_table is None or rows is None or 0 <= (row := int(rows[int(match[1])])) < len(page_table):
@@ -164,7 +164,7 @@ def row_error(error: Exception, name: str, page_table: Any, rows: Any) -> Except
 
 
 def in_host_memory(name: str, value: Any, shape: tuple[int, ...] = ()) -> Any:
-    """`value`, or what a tensor of this shape in host memory holds. One on a GPU would be waited for."""
+    """Returns `value`, or the value of a host tensor of this shape. Reading one on a GPU would wait for the device."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != shape or value.device.type != "cpu":
@@ -176,17 +176,17 @@ def in_host_memory(name: str, value: Any, shape: tuple[int, ...] = ()) -> Any:
 
 
 def bounds_to_host(sequences: dict[str, Any]) -> None:
-    """Replaces bounds on lengths that are tensors in host memory by numbers."""
+    """Replaces bounds on lengths that are host tensors by numbers."""
     for name in BOUNDS:
         if name in sequences:
             sequences[name] = in_host_memory(name, sequences[name])
 
 
 def window_of(window_size: Any) -> Any:
-    """The window, which may be one tensor or array in host memory, as may each of its sides."""
+    """Returns the window as numbers; it may be one host tensor or array, and so may each side."""
     if isinstance(window_size, (tuple, list)):
         for side in window_size:
-            if type(side) is not int and isinstance(side, torch.Tensor):  # why first: to ask for tensors is slow
+            if type(side) is not int and isinstance(side, torch.Tensor):  # isinstance is slow: int first
                 return tuple(in_host_memory("window_size", side) for side in window_size)
     elif isinstance(window_size, (torch.Tensor, np.ndarray)):
         return in_host_memory("window_size", torch.as_tensor(window_size), (2,))
@@ -194,14 +194,14 @@ def window_of(window_size: Any) -> Any:
 
 
 def cap_of(softcap: Any) -> Any:
-    """The softcap, for which flash-attn takes anything that is not positive as none."""
+    """Returns the softcap; as in flash-attn, values of at most 0 mean none."""
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise ProblemError(f"softcap={softcap!r} is {kind_of(softcap)}; give a number, 0.0 for none")
     return 0.0 if softcap <= 0 else softcap
 
 
 def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, seqlen") -> tuple[torch.Tensor, ...]:
-    """Views (…, heads, head_dim) of the tensors in one (…, count, heads, head_dim), which has these leading axes."""
+    """Returns views (…, heads, head_dim) of the tensors in one (…, count, heads, head_dim) with these leading axes."""
     check_tensor(name, packed)
     axis = leading.count(",") + 1
     if packed.ndim != axis + 3 or packed.shape[axis] != count:
@@ -213,7 +213,7 @@ def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, s
 
 
 def check_out(name: str, out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises unless out is None or a tensor that the result of attention of q and v fits into."""
+    """Raises unless out is None or fits the result of attention of q and v."""
     if out is None:
         return
     for each, tensor in ((name, out), ("q", q), ("v", v)):
@@ -222,7 +222,7 @@ def check_out(name: str, out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_fits(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises unless a tensor for a result, or a gradient, has its shape, dtype and device."""
+    """Raises unless a result or gradient tensor has this shape, dtype and device."""
     if (out.shape, out.dtype, out.device) != (shape, dtype, device):
         axes = f": {_AXES[len(shape)]}" if len(shape) in _AXES else ""
         raise ProblemError(
@@ -232,7 +232,7 @@ def check_fits(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torc
 
 
 def check_rank(name: str, tensor: Any, rank: int) -> None:
-    """Raises unless a tensor has the axes of a packed (3) or a dense one (4)."""
-    # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
-    if isinstance(tensor, torch.Tensor) and tensor.ndim != rank:  # what is no tensor is refused by `attention`
+    """Raises unless a tensor has the axes of a packed (3) or a dense tensor (4)."""
+    # A 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
+    if isinstance(tensor, torch.Tensor) and tensor.ndim != rank:  # `attention` refuses other types
         raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give {_SHAPES[rank]}")

@@ -1,6 +1,6 @@
 """The functions of `flash_attn.bert_padding`: rows of a padded batch become packed sequences, and back.
 
-A mask (batch, seqlen) is 1, or True, where a token counts. Rows are found by their places in the flattened batch, so
+A mask (batch, seqlen) is 1, or True, where a token counts. Rows are addressed by index in the flattened batch, so
 gradients flow through all functions.
 """
 
@@ -22,27 +22,46 @@ Packed = tuple[Tensor, Tensor, Tensor, int]
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of `input` (n, …) at these places."""
+    """Returns the rows of `input` (n, …) at these indices."""
     return input[indices]
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """`values` (m, …) at these places of (first_axis_dim, …), zeros elsewhere."""
+    """Returns (first_axis_dim, …) with `values` (m, …) at these indices, zeros elsewhere."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """`index_first_axis`, and `input` without its history."""
+    """Returns `index_first_axis`, and `input` detached."""
     return index_first_axis(input, indices), input.detach()
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Packs a padded batch: (rows (total, …), indices, cu_seqlens (batch + 1), max_seqlen, seqused (batch)).
+    """Packs the rows of a padded batch that a mask keeps. The host waits, as max_seqlen is read from the device.
 
-    hidden_states (batch, seqlen, …). Rows of `unused_mask` are packed as well, but are not counted in seqused; both
-    counts are int32. It waits for the device, as max_seqlen is read from it.
+    Parameters
+    ----------
+    hidden_states : Tensor (batch, seqlen, …)
+        Rows.
+    attention_mask : Tensor (batch, seqlen)
+        1 or True where a token counts.
+    unused_mask : Tensor (batch, seqlen), optional
+        Rows to pack as well, without counting them in seqused.
+
+    Returns
+    -------
+    rows : Tensor (total, …)
+        Packed rows.
+    indices : Tensor (total,)
+        Their indices in the flattened batch.
+    cu_seqlens : int32 Tensor (batch + 1,)
+        Bounds of the sequences.
+    max_seqlen : int
+        Length of the longest sequence.
+    seqused : int32 Tensor (batch,)
+        Numbers of rows that count.
     """
     attention_mask = attention_mask.bool()
     mask = attention_mask if unused_mask is None else attention_mask | unused_mask.bool()
@@ -51,9 +70,19 @@ def unpad_input(
 
 
 def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> Packed:
-    """Packs a batch whose rows hold several sequences each: (rows, indices, cu_seqlens, max_seqlen).
+    """Packs a batch whose rows hold several sequences each.
 
-    attention_mask_in_length (batch, seqlen): the lengths of a row's sequences in their order, then zeros.
+    Parameters
+    ----------
+    hidden_states : Tensor (batch, seqlen, …)
+        Rows.
+    attention_mask_in_length : Tensor (batch, seqlen)
+        Lengths of a row's sequences in order, then zeros.
+
+    Returns
+    -------
+    rows, indices, cu_seqlens, max_seqlen
+        As in `unpad_input`.
     """
     lengths = attention_mask_in_length.long()
     seqlen = hidden_states.shape[1]
@@ -62,7 +91,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: (batch, seqlen, …), zeros where no row was."""
+    """Returns rows as (batch, seqlen, …), zeros elsewhere: the inverse of `unpad_input`."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 

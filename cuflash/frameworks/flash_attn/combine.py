@@ -1,4 +1,4 @@
-"""`flash_attn_combine` of flash-attn 3 and 4: attention over parts of the keys becomes attention over all of them."""
+"""`flash_attn_combine` of flash-attn 3 and 4: merges attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def combine(
     ranks: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of all parts. ranks, dtypes: those that out_partial may have."""
+    """Returns (out, lse) over all splits. ranks, dtypes: accepted for out_partial."""
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         check_tensor(name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -48,6 +48,6 @@ def combine(
         raise ProblemError(f"out_dtype={out_dtype}; give torch.float32, torch.float16 or torch.bfloat16")
     if out is not None:
         check_fits("out", out, tuple(out_partial.shape[1:]), dtype, out_partial.device)
-    # why float32: parts of 16 bits would be rounded before the cast to the dtype of out, too.
+    # In float32: a 16-bit merge would round once more, before the cast to the dtype of out.
     whole, lse = merge_states(out_partial.float().unbind(), lse_partial.transpose(-1, -2).unbind())
     return whole.to(dtype) if out is None else out.copy_(whole), lse.transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""Attention over a cache in the interfaces of flash-attn 2 and 3, after the new keys of the call are written to it."""
+"""Attention over a cache in the interfaces of flash-attn 2 and 3; the call's new keys are written to it first."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..torch.ops import append
 from ..torch.varlen import check_integers
 from .arguments import attend, cap_of, check_rank, in_host_memory, refuse_leftpad, window_of
 
-# Names of arguments in errors of `attention` and of `append_kv`, and those here.
+# Argument names in errors of `attention` and of `append_kv`, with the names here.
 _NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "sinks": "s_aux"}
 _APPEND_NAMES = {"seqused_k": "cache_seqlens", "cu_seqlens_k": "cu_seqlens_k_new"}
 
 
 class New(NamedTuple):
-    """flash-attn's arguments about new keys and values, and about their rotation and that of queries."""
+    """flash-attn's arguments about new keys and values, and about the rotation of keys and queries."""
 
     k: torch.Tensor | None
     v: torch.Tensor | None
@@ -46,7 +46,7 @@ def over_cache(
     return_lse: bool,
     **sequences: Any,
 ) -> Any:
-    """`flash_attn_with_kvcache` of this version; `sequences` are further keywords of `attention`."""
+    """Computes `flash_attn_with_kvcache` of this version; `sequences` are further keywords of `attention`."""
     refuse_leftpad("cache_leftpad", cache_leftpad)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
@@ -55,11 +55,11 @@ def over_cache(
     check_integers(table, page_table)
     for name in ("cu_seqlens_q", "cache_batch_idx"):
         check_integers(name, sequences.get(name))
-    if page_table is not None and sequences.get("cache_batch_idx") is not None:  # version 3 has taken its rows
+    if page_table is not None and sequences.get("cache_batch_idx") is not None:  # version 3: see `rows_of_table`
         raise ProblemError("block_table and cache_batch_idx place the same keys; give one of them")
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
     rows = _check_new(new, cache_seqlens)
-    length = used = None  # of the keys of a sequence, which are all of the cache without both
+    length = used = None  # both None: all keys of the cache
     if isinstance(cache_seqlens, torch.Tensor):
         check_integers("cache_seqlens", cache_seqlens)
         used = cache_seqlens
@@ -77,8 +77,8 @@ def over_cache(
             used = torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
         window_size = window_of(window_size)
         if not torch.compiler.is_compiling():
-            # why here: options that attention would refuse are refused before the cache is written to. A q that does
-            # not fit is refused after it; the new rows then stand behind those that are used, and count for nothing.
+            # Options are validated before the cache is written. A q of a wrong shape is refused after that; the new
+            # rows then lie behind the used ones, and count for nothing.
             check_flag("return_softmax_lse", return_lse)
             splits = sequences["num_splits"]
             options = Options(softmax_scale, causal, window_size, softcap=cap_of(softcap), num_splits=splits)
@@ -105,7 +105,7 @@ def over_cache(
 
 
 def refuse_rotary_seqlens(name: str, lengths: Any, cache_seqlens: Any) -> None:
-    """Raises for positions of a rotation that are not those in the cache."""
+    """Raises for rotary positions that differ from positions in the cache."""
     if lengths is not None and lengths is not cache_seqlens:
         raise UnsupportedError(
             f"{name} was given, but cuflash rotates at positions in the cache, behind its used keys; leave None, or "
@@ -114,7 +114,7 @@ def refuse_rotary_seqlens(name: str, lengths: Any, cache_seqlens: Any) -> None:
 
 
 def _check_new(new: New, cache_seqlens: Any) -> int:
-    """How many new keys each sequence has; 0 where only the device knows. Raises for what does not belong together."""
+    """Returns the number of new keys of each sequence; 0 if it is on the device. Raises for incomplete arguments."""
     if new.k is new.v is new.rotary_cos is new.rotary_sin is None:
         return 0
     if new.k is None or new.v is None:
@@ -156,13 +156,13 @@ def _write(
     table: str,
     sequences: dict[str, Any],
 ) -> torch.Tensor:
-    """Writes the new keys behind those that are used; returns q, rotated if there is a rotation. table: its name."""
+    """Writes the new keys behind the used ones; returns q, rotated with rotary tables. table: the page table's name."""
     tables: dict[str, Any] = {"rotary_cos": new.rotary_cos, "rotary_sin": new.rotary_sin}
     rotated: dict[str, Any] = {}
     if new.rotary_cos is not None or new.rotary_sin is not None:
         for name, tensor in tables.items():
             check_tensor(name, tensor)
-            # why: `append_kv` leaves rows past the end of the table as they are, which nobody wants here.
+            # `append_kv` would leave rows past the end of the table unrotated.
             if tensor.ndim != 2 or tensor.shape[0] < capacity:
                 raise ProblemError(
                     f"{name} has shape {tuple(tensor.shape)}, but the cache has room for {capacity} keys of a "

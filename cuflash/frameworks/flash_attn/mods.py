@@ -1,4 +1,4 @@
-"""ALiBi, sinks, chunks and dropout of the interfaces of flash-attn, as keywords of `attention`."""
+"""ALiBi, sinks, chunks and dropout of the flash-attn interfaces, as keywords of `attention`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _ORDER = (
     "It stands before softmax_scale here, as in flash-attn 2; the order of flash-attn 3 is in "
     "cuflash.frameworks.flash_attn_3_interface"
 )
-_COLUMNS = 128  # of weights that one call shows
-_STEP = 128  # of which the rows and columns of S_dmask fill a multiple, as in flash-attn
+_COLUMNS = 128  # weight columns that one call extracts
+_STEP = 128  # rows and columns of S_dmask are rounded up to multiples of it, as in flash-attn
 
 
 def v2_mod_kwargs(
     q: Any, dropout_p: Any, alibi_slopes: Any, cu_seqlens_q: Any = None, rng_state: Any = None, *, draws: bool = True
 ) -> dict[str, Any]:
-    """The keywords of `attention` for flash-attn 2's dropout and ALiBi.
+    """Returns the keywords of `attention` for flash-attn 2's dropout and ALiBi.
 
-    rng_state: what a forward returned, for its backward. draws: whether a seed is drawn without one.
+    rng_state: returned by a forward, for its backward. draws: draws a seed if there is none.
     """
     mod_kwargs = {} if alibi_slopes is None else {"score_mod": alibi(_slopes(alibi_slopes, q, cu_seqlens_q))}
     number = _dropout(dropout_p)
@@ -48,7 +48,7 @@ def v2_mod_kwargs(
 
 
 def later_mod_kwargs(name: str, sink: Any, q: Any, attention_chunk: Any = 0) -> dict[str, Any]:
-    """The keywords of `attention` for sinks, whose argument has that name, and for flash-attn 3's chunks.
+    """Returns the keywords of `attention` for sinks, whose argument has that name, and for flash-attn 3's chunks.
 
     Sinks may have any 16-bit dtype, as in flash-attn 4: float32 holds them exactly.
     """
@@ -57,7 +57,7 @@ def later_mod_kwargs(name: str, sink: Any, q: Any, attention_chunk: Any = 0) -> 
         check_tensor(name, sink)
         is_narrow = sink.dtype in (torch.float16, torch.bfloat16)
         mod_kwargs["sinks"] = sink.float() if is_narrow and sink.dtype != getattr(q, "dtype", None) else sink
-    if type(attention_chunk) is not int or attention_chunk != 0:  # why by types: arrays may have no truth
+    if type(attention_chunk) is not int or attention_chunk != 0:  # by type: arrays may have no truth value
         chunk = check_integer("attention_chunk", attention_chunk)
         if chunk < 0:
             raise ProblemError(f"attention_chunk={chunk}; give a number of keys, 0 for no chunks")
@@ -66,9 +66,9 @@ def later_mod_kwargs(name: str, sink: Any, q: Any, attention_chunk: Any = 0) -> 
     return mod_kwargs
 
 
-@lru_cache(64)  # why: a function is traced once
+@lru_cache(64)  # cached, so that each function is traced once
 def interval(left: int | None, right: int | None) -> Any:
-    """The mask_mod of a window whose sides are any numbers: keys from `left` before to `right` after the position."""
+    """Returns the mask_mod of a window with sides of any sign: keys position - left … position + right."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         position, is_visible = position_of(q_idx), True
@@ -80,18 +80,18 @@ def interval(left: int | None, right: int | None) -> Any:
 
 
 def _dropout(dropout_p: Any) -> float:
-    """The share to drop; 0.0 for one that drops nothing."""
+    """Returns the dropout probability; 0.0 if it is too small to drop anything."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         shown = type(dropout_p).__name__ if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
         raise ProblemError(f"dropout_p={shown} is {kind_of(dropout_p)}; give a number. {_ORDER}")
     if not 0.0 <= dropout_p < 1.0:
         raise ProblemError(f"dropout_p={dropout_p} is outside [0, 1). {_ORDER}")
-    # why: diffusers gives 1e-30, which drops nothing, to make flash-attn return lse.
+    # diffusers passes 1e-30, which drops nothing, to make flash-attn return lse.
     return 0.0 if 1.0 - dropout_p == 1.0 else float(dropout_p)
 
 
 def _slopes(slopes: Any, q: Any, cu_seqlens_q: Any) -> torch.Tensor:
-    """The slopes, judged as flash-attn does it."""
+    """Returns the slopes, validated as in flash-attn."""
     for name, tensor in (("q", q), ("alibi_slopes", slopes)):
         check_tensor(name, tensor)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -119,7 +119,7 @@ def attend_with_weights(
     names: Mapping[str, str] = NAMES_2,
     **sequences: Any,
 ) -> Any:
-    """What `attend` gives; with `return_weights` (out, lse, S_dmask), where S_dmask is empty without dropout."""
+    """Returns the results of `attend`; with `return_weights` (out, lse, S_dmask). S_dmask is empty without dropout."""
     if isinstance(softmax_scale, bool):
         raise ProblemError(f"softmax_scale={softmax_scale} is a bool; give a number. dropout_p: {_ORDER}")
     options = softmax_scale, causal, window_size, softcap
@@ -143,10 +143,10 @@ def _signed_weights(
     mod_kwargs: dict[str, Any],
     sequences: dict[str, Any],
 ) -> torch.Tensor:
-    """The weights (batch, heads, rows, keys), both rounded up, negative where they were dropped.
+    """Returns the weights (batch, heads, rows, keys), both lengths rounded up, negative where they were dropped.
 
-    Values that are columns of the unit matrix show the weights of so many keys. The same call on zeros, where all keys
-    weigh alike, shows which are dropped: that depends on places alone.
+    Columns of the unit matrix as values extract the weights of 128 keys a call. A second call on zero q and k, whose
+    weights are equal, shows which are dropped: dropout depends on indices alone.
     """
     places = _Places("q", q, sequences), _Places("k", k, sequences)
     rows, keys = (-(-each.longest // _STEP) * _STEP for each in places)
@@ -167,7 +167,7 @@ def _signed_weights(
 
 
 class _Places:
-    """Where the rows of each sequence lie, on one side. Nothing waits for the device."""
+    """Positions of the rows of each sequence, on one side. The host never waits for the device."""
 
     def __init__(self, side: str, x: torch.Tensor, sequences: dict[str, Any]) -> None:
         self._rows = x.shape[-3]
@@ -178,7 +178,7 @@ class _Places:
         self._device = x.device
 
     def position(self) -> torch.Tensor:
-        """The place of each row in its sequence."""
+        """Returns the position of each row in its sequence."""
         rows = torch.arange(self._rows, device=self._device)
         if self._bounds is None:
             return rows
@@ -186,7 +186,7 @@ class _Places:
         return rows - self._bounds[sequences_idx.clamp(min=0)]
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of packed sequences as (batch, longest, …), zeros behind the rows of a sequence."""
+        """Returns rows of packed sequences as (batch, longest, …), zeros past the end of each."""
         if self._bounds is None:
             return x
         indices = self._bounds[:-1, None] + torch.arange(self.longest, device=self._device)

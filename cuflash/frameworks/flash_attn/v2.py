@@ -1,26 +1,26 @@
-"""The functions of the flash-attn package, version 2, on cuflash: the same names, order, defaults and results.
+"""The functions of flash-attn 2 on cuflash: the same names, order, defaults and results.
 
     from cuflash.frameworks.flash_attn_interface import flash_attn_func    # was: from flash_attn import flash_attn_func
 
-FlashAttention-3 uses the same names but another order of arguments; its functions are in
-`cuflash.frameworks.flash_attn_3_interface`. A positional call that is meant for the other module is refused: the first
-argument after the tensors and lengths is `dropout_p` here and `softmax_scale` there: None is refused here, 0.0 there,
-and a bool where a number belongs.
+FlashAttention-3 has the same names but another order of arguments: see `cuflash.frameworks.flash_attn_3_interface`.
+A positional call meant for the other module is refused. The first argument after the tensors and lengths is `dropout_p`
+here, which refuses None. There it is `softmax_scale`, which refuses 0.0. Both refuse a bool in place of a number.
 
-As in flash-attn, causal masks are aligned bottom-right, `causal=True` closes the right side of `window_size`, -1 is an
-open side, and `softcap <= 0` means no softcap. Lengths and tables are int32 on the device, where alone they are read;
-`max_seqlen_q`, `max_seqlen_k` and windows may be numbers or tensors without axes in host memory, and bounds None.
-Unlike there, tensors may be float32 or on the CPU and have any strides, v may have its own head dim, pages may have any
+As in flash-attn, causal masks are aligned bottom-right, and `causal=True` closes the right side of `window_size`. -1 is
+an open side, and `softcap <= 0` means no softcap. Lengths and tables are int32 on the device, and only read there.
+`max_seqlen_q`, `max_seqlen_k` and windows may be numbers or host tensors without axes; bounds may be None.
+
+Beyond flash-attn, tensors may be float32 or on the CPU and have any strides. v may have another head dim, pages any
 size, and gradients also flow through lse. A query that sees no key has lse -inf, which merges correctly; flash-attn 2
 gives +inf. Rows of no sequence have out 0. Arguments that are not supported are refused, never ignored.
 
 `alibi_slopes`, (heads,) or (batch, heads) float32, subtract slope · |i + seqlen_k - seqlen_q - j| from scores, also in
-lse (from that of causal calls flash-attn 2 leaves out what a row has in common), and get gradients if they require
-them. `dropout_p` drops weights by a seed that PyTorch's generator draws on the device, others than flash-attn does.
-`return_attn_probs` then returns S_dmask, (batch, heads, seqlen_q, seqlen_k) with both lengths rounded up to multiples
-of 128: the weights, negative where they were dropped. It is meant for tests, and takes two calls for 128 keys.
+lse. (In causal calls, flash-attn 2 leaves a row's common term out of lse.) They get gradients if they require them.
+`dropout_p` drops weights by a seed that PyTorch's generator draws on the device, and drops other weights than
+flash-attn. `return_attn_probs` then returns S_dmask for tests: the weights, negative where they were dropped. It is
+(batch, heads, seqlen_q, seqlen_k), both lengths rounded up to multiples of 128, and takes two calls for 128 keys.
 
-The private functions that other packages import from flash-attn's module of this name are here, too.
+The module also has the private functions that other packages import from flash-attn's module of this name.
 
 Source: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3.
 """
@@ -75,12 +75,49 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
+    """Computes attention, with gradients.
 
-    Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse, S_dmask) with `return_attn_probs`: lse is
-    (batch, heads_q, seqlen_q) float32, and S_dmask is empty without dropout. Errors, limits and rules for NaN are those
-    of `cuflash.forward` and, for gradients, of `cuflash.backward`.
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+        Queries: float16, bfloat16 or float32, with any strides.
+    k : Tensor (batch, seqlen_k, heads_kv, head_dim)
+        Keys.
+    v : Tensor (batch, seqlen_k, heads_kv, head_dim_v)
+        Values.
+    dropout_p : float in [0, 1), default 0.0
+        Probability at which weights are dropped.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    alibi_slopes : float32 Tensor (heads_q,) or (batch, heads_q), optional
+        Slopes of ALiBi, which get gradients if they require them.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_attn_probs : bool, default False
+        Returns (out, lse, S_dmask).
 
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, heads_q, head_dim_v)
+        In q's dtype.
+    lse : Tensor (batch, heads_q, seqlen_q), with `return_attn_probs`
+        Float32.
+    S_dmask : Tensor, with `return_attn_probs`
+        Weights with dropout (see this module); empty without.
+
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `cuflash.forward` and `cuflash.backward`, which also describe limits and rules for NaN.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks.flash_attn_interface import flash_attn_func
     >>> q, k, v = torch.randn(3, 2, 100, 4, 64)
@@ -104,7 +141,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` for k and v in one tensor kv (batch, seqlen_k, 2, heads_kv, head_dim), which is not copied."""
+    """Computes `flash_attn_func` for k and v in kv (batch, seqlen_k, 2, heads_kv, head_dim), without copies."""
     k, v = unpack("kv", kv, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -122,7 +159,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` for q, k and v in one tensor qkv (batch, seqlen, 3, heads, head_dim), which is not copied."""
+    """Computes `flash_attn_func` for q, k and v in qkv (batch, seqlen, 3, heads, head_dim), without copies."""
     q, k, v = unpack("qkv", qkv, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -147,18 +184,54 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Any:
-    """Attention of packed sequences, with gradients.
+    """Computes attention of packed sequences, with gradients.
 
-    q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence b has the rows
-    cu_seqlens[b] … cu_seqlens[b + 1] - 1. With `block_table` (batch, max_pages), k and v are pages (num_pages,
-    page_size, heads_kv, head_dim), which have no gradients, and cu_seqlens_k tells their lengths alone. Rows past
-    max_seqlen_q, and keys past max_seqlen_k, do not count.
+    Parameters
+    ----------
+    q : Tensor (total_q, heads_q, head_dim)
+        Packed queries: sequence b has the rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1`.
+    k : Tensor (total_k, heads_kv, head_dim)
+        Packed keys.
+    v : Tensor (total_k, heads_kv, head_dim_v)
+        Packed values.
+    cu_seqlens_q, cu_seqlens_k : int32 Tensor (batch + 1,)
+        Bounds of the sequences. Beside `block_table`, cu_seqlens_k gives the lengths of keys.
+    max_seqlen_q, max_seqlen_k : int
+        Bounds on the lengths. Rows past them do not count.
+    block_table : int32 Tensor (batch, max_pages), optional
+        Pages of each sequence; k and v are then (num_pages, page_size, heads_kv, …), without gradients.
+    dropout_p : float in [0, 1), default 0.0
+        Probability at which weights are dropped.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    alibi_slopes : float32 Tensor (heads_q,) or (batch, heads_q), optional
+        Slopes of ALiBi, which get gradients if they require them.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_attn_probs : bool, default False
+        Returns (out, lse, S_dmask).
 
-    Returns out (total_q, heads_q, head_dim of v), or (out, lse, S_dmask) with `return_attn_probs`: lse is (heads_q,
-    total_q) float32, and S_dmask is empty without dropout.
+    Returns
+    -------
+    out : Tensor (total_q, heads_q, head_dim_v)
+        In q's dtype.
+    lse : Tensor (heads_q, total_q), with `return_attn_probs`
+        Float32.
+    S_dmask : Tensor, with `return_attn_probs`
+        Weights with dropout (see this module); empty without.
 
-    Raises UnsupportedError for S_dmask of pages and, in backward, for their gradients; other errors are those of
-    `cuflash.forward`.
+    Raises
+    ------
+    UnsupportedError
+        For S_dmask of pages and, in backward, for gradients of pages.
+    ProblemError, CompileError
+        As in `cuflash.forward`.
     """
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q)
@@ -184,7 +257,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` for k and v in one tensor kv (total_k, 2, heads_kv, head_dim), which is not copied."""
+    """Computes `flash_attn_varlen_func` for k and v in kv (total_k, 2, heads_kv, head_dim), without copies."""
     k, v = unpack("kv", kv, 2, "total_k")
     shared_args = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *shared_args)
@@ -203,7 +276,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` for q, k and v in one tensor qkv (total, 3, heads, head_dim), which is not copied."""
+    """Computes `flash_attn_varlen_func` for q, k and v in qkv (total, 3, heads, head_dim), without copies."""
     q, k, v = unpack("qkv", qkv, 3, "total")
     shared_args = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     try:
@@ -234,27 +307,63 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention of q (batch, seqlen_q, heads_q, head_dim) over a cache (batch_cache, capacity, heads_kv, head_dim).
+    """Computes attention over a cache; new keys and values are written to it first, in place.
 
-    `cache_seqlens`, a number or (batch,), tells how many keys of the cache are used; None: all. `cache_batch_idx`
-    (batch,) tells which row of the cache a sequence has. With `block_table` (batch, max_pages), the cache is pages
-    (num_pages, page_size, heads_kv, head_dim). `num_splits`: blocks that share the keys of a query, 0 for a choice.
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+        Queries.
+    k_cache, v_cache : Tensor (batch_cache, capacity, heads_kv, …)
+        Cache; with `block_table`, pages (num_pages, page_size, heads_kv, …).
+    k, v : Tensor (batch, seqlen_new, heads_kv, …), optional
+        New keys and values, written behind the used rows. This call attends to them; count them in the next call.
+    rotary_cos, rotary_sin : Tensor (positions, rotary_dim / 2), optional
+        Rotate new keys at their positions, and query i at the position of new key i. Without causal mask and window,
+        all queries are rotated at the position of the first new key. positions is at least the cache's capacity.
+    cache_seqlens : int or int32 Tensor (batch,), optional
+        Numbers of used keys before the call; None for all.
+    cache_batch_idx : int32 Tensor (batch,), optional
+        Row of the cache for each sequence.
+    block_table : int32 Tensor (batch, max_pages), optional
+        Pages of each sequence.
+    rotary_interleaved : bool, default True
+        Rotates pairs of neighbours (GPT-J); False: pairs across halves (GPT-NeoX).
+    num_splits : int, default 0
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    alibi_slopes : float32 Tensor (heads_q,) or (batch, heads_q), optional
+        Slopes of ALiBi.
+    cache_leftpad : None
+        Not supported.
+    return_softmax_lse : bool, default False
+        Returns (out, lse).
 
-    New keys and values, k and v (batch, seqlen_new, heads_kv, head_dim), are first written to the cache, in place,
-    behind those that `cache_seqlens` counts, and are seen; count them in the next call. With `rotary_cos` and
-    `rotary_sin` (positions, rotary_dim / 2), at least as many positions as the cache has room for, k and q are rotated
-    at their positions: query i stands where new key i does, or, without causal mask and window, all queries stand where
-    the first new key does. `rotary_interleaved`: pairs of neighbours (GPT-J), else of halves (GPT-NeoX); it says
-    nothing without rotary_cos.
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, heads_q, head_dim_v)
+        In q's dtype.
+    lse : Tensor (batch, heads_q, seqlen_q), with `return_softmax_lse`
+        Float32.
 
-    Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_softmax_lse`; lse is (batch,
-    heads_q, seqlen_q) float32.
+    Raises
+    ------
+    UnsupportedError
+        For cache_leftpad, and tensors that require grad beside new keys. In backward, for pages and cache_batch_idx.
+    ProblemError
+        For a rotation without new keys, or new keys without `cache_seqlens`. With a number for it, also for new keys
+        without room.
+    ProblemError, UnsupportedError, CompileError
+        As in `cuflash.append_kv` and `cuflash.forward`.
 
-    Raises UnsupportedError for cache_leftpad, for tensors that require grad in calls with new keys, and in backward of
-    calls over pages or rows by cache_batch_idx; ProblemError for a rotation without new keys, new keys without
-    `cache_seqlens` or, where it is a number, without room; other errors are those of `cuflash.append_kv` and
-    `cuflash.forward`.
-
+    Examples
+    --------
         flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)    # lengths (batch,)
     """
     new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved)

@@ -1,7 +1,7 @@
-"""The functions of flash-attn 2's compiled module, which is `flash_attn.flash_attn_interface.flash_attn_gpu` there.
+"""The functions of flash-attn 2's compiled module, `flash_attn.flash_attn_interface.flash_attn_gpu`.
 
-xformers calls them by position. Unlike those of `cuflash.frameworks.flash_attn_interface` they have no gradients, take
-all arguments, and write into an `out` that is given. What they return, limits and errors are as there.
+xformers calls them by position. Unlike `cuflash.frameworks.flash_attn_interface` they have no gradients, take all
+arguments, and write into `out` if it is given. Results, limits and errors are equal.
 
 Source: csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3.
 """
@@ -43,7 +43,7 @@ def fwd(
     return_softmax: bool,
     gen: torch.Generator | None,
 ) -> Results:
-    """`_flash_attn_forward`: (out, softmax_lse, S_dmask, rng_state)."""
+    """Computes `_flash_attn_forward`: (out, softmax_lse, S_dmask, rng_state)."""
     _refuse_generator(gen)
     check_out("out", out, q, v)
     window = window_size_left, window_size_right
@@ -78,7 +78,7 @@ def varlen_fwd(
     gen: torch.Generator | None,
     num_splits: int = 0,
 ) -> Results:
-    """`_flash_attn_varlen_forward`: (out, softmax_lse, S_dmask, rng_state)."""
+    """Computes `_flash_attn_varlen_forward`: (out, softmax_lse, S_dmask, rng_state)."""
     _refuse_generator(gen)
     check_out("out", out, q, v)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -110,7 +110,7 @@ def bwd(
     gen: torch.Generator | None,
     rng_state: torch.Tensor | None,
 ) -> Results:
-    """`_flash_attn_backward`: (dq, dk, dv, softmax_d). Of dq, dk and dv, those that are None are new."""
+    """Computes `_flash_attn_backward`: (dq, dk, dv, softmax_d). A dq, dk or dv of None is allocated."""
     _refuse_generator(gen)
     grads = _targets(q, k, v, dq, dk, dv)
     window = window_size_left, window_size_right
@@ -145,7 +145,7 @@ def varlen_bwd(
     gen: torch.Generator | None,
     rng_state: torch.Tensor | None,
 ) -> Results:
-    """`_flash_attn_varlen_backward`: (dq, dk, dv, softmax_d). Of dq, dk and dv, those that are None are new."""
+    """Computes `_flash_attn_varlen_backward`: (dq, dk, dv, softmax_d). A dq, dk or dv of None is allocated."""
     _refuse_generator(gen)
     grads = _targets(q, k, v, dq, dk, dv)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -178,7 +178,7 @@ def fwd_kvcache(
     is_rotary_interleaved: bool,
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`flash_attn_with_kvcache`: (out, softmax_lse)."""
+    """Computes `flash_attn_with_kvcache`: (out, softmax_lse)."""
     check_out("out", out, q, v_cache)
     window = window_size_left, window_size_right
     result, lse = v2.flash_attn_with_kvcache(
@@ -211,7 +211,7 @@ def _refuse_generator(gen: Any) -> None:
 
 
 def _targets(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors for gradients: of (q, k, v, dq, dk, dv) the last three, or new ones like the first."""
+    """Returns the tensors for gradients: dq, dk and dv of (q, k, v, dq, dk, dv), allocated where None."""
     for name, tensor in zip("qkv", tensors, strict=False):
         check_tensor(name, tensor)
     pairs = zip(tensors[:3], tensors[3:], strict=True)

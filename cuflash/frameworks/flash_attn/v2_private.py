@@ -1,10 +1,10 @@
-"""The private functions of flash-attn 2, which TransformerEngine, diffusers and ring-flash-attention build upon.
+"""The private functions of flash-attn 2 that TransformerEngine, diffusers and ring-flash-attention call.
 
-They are imported from `cuflash.frameworks.flash_attn_interface`, under these names and as `_wrapped_…`. Forwards return
-(out, softmax_lse, S_dmask, rng_state) and are differentiable, unlike flash-attn's; backwards write into dq, dk and dv,
-which may be views of any strides or None, and return softmax_d, which is empty. So is S_dmask without dropout, and
-rng_state, two int64 numbers, then holds nothing; with dropout the first is the seed, and the backward must be given it.
-Rows of no sequence are always 0, whatever `zero_tensors` says.
+`cuflash.frameworks.flash_attn_interface` has them under these names and as `_wrapped_…`. Forwards return (out,
+softmax_lse, S_dmask, rng_state) and are differentiable, unlike flash-attn's. Backwards write into dq, dk and dv, which
+may be None or views of any strides, and return softmax_d, which is empty. Without dropout S_dmask is empty, and
+rng_state, two int64 numbers, is unset. With dropout the first is the seed, which the backward needs. Rows of no
+sequence are always 0, whatever `zero_tensors` says.
 
 Source: flash_attn/flash_attn_interface.py of flash-attn 2.8.3.
 """
@@ -28,7 +28,7 @@ from .arguments import FROM_BOUNDS, NAMES_2, attend, bounds_to_host, cap_of, che
 from .mods import attend_with_weights, v2_mod_kwargs
 
 _mod_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
-NAMES = {"lse": "softmax_lse"}  # of arguments in errors of `backward`, and those of callers
+NAMES = {"lse": "softmax_lse"}  # argument names in errors of `backward`, with the callers' names
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -45,7 +45,7 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> Results:
-    """`flash_attn_func`; lse is (batch, heads_q, seqlen_q) float32. Errors are its own."""
+    """Computes `flash_attn_func`, with its errors; lse is (batch, heads_q, seqlen_q) float32."""
     window = window_size_left, window_size_right
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes)
     return _with_rest(q, k, v, return_softmax, mod_kwargs, (softmax_scale, causal, window, softcap))
@@ -73,11 +73,10 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> Results:
-    """`flash_attn_varlen_func`; lse is (heads_q, total_q) float32.
+    """Computes `flash_attn_varlen_func`, with its errors; lse is (heads_q, total_q) float32.
 
-    `seqused_k` (batch,) tells how many keys of each sequence are used; beside a block table cu_seqlens_k may be None
-    then. `num_splits`: blocks that share the keys of a query, 0 for a choice. Errors are those of that function;
-    leftpad_k is an UnsupportedError.
+    `seqused_k` (batch,): numbers of keys that count; beside a block table cu_seqlens_k may then be None. `num_splits`:
+    thread blocks that share the keys of a query, 0 for an automatic choice. leftpad_k is an UnsupportedError.
     """
     refuse_leftpad("leftpad_k", leftpad_k)
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
@@ -110,11 +109,11 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradients of `_flash_attn_forward`'s out, written into dq, dk and dv.
+    """Writes the gradients of `_flash_attn_forward`'s out into dq, dk and dv.
 
-    softmax_lse may be a view (batch, seqlen_q, heads_q) of what the forward returned, as flash-attn reads memory alone.
-    Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v, or shares memory with another
-    argument; other errors are those of `cuflash.backward`.
+    softmax_lse may be a view (batch, seqlen_q, heads_q) of the forward's result, as flash-attn reads memory alone.
+    Raises ProblemError where dq, dk or dv differs from q, k or v in shape or dtype, or shares memory with another
+    argument. Raises as `cuflash.backward` does.
     """
     check_tensor("q", q)
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, None, rng_state, draws=False)
@@ -150,9 +149,9 @@ def _flash_attn_varlen_backward(
     rng_state: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:
-    """Gradients of `_flash_attn_varlen_forward`'s out, written into dq, dk and dv; rows of no sequence become 0.
+    """Writes the gradients of `_flash_attn_varlen_forward`'s out into dq, dk and dv; rows of no sequence become 0.
 
-    Errors are those of `_flash_attn_backward`.
+    Raises as `_flash_attn_backward` does.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, tensor in lengths.items():
@@ -176,7 +175,7 @@ def _with_rest(
     names: Mapping[str, str] = NAMES_2,
     **sequences: Any,
 ) -> Results:
-    """A forward's out and lse, the weights if they are wanted and dropped, and the state, which is the seed."""
+    """Returns a forward's out and lse, the weights on request, and the random state, whose first number is the seed."""
     if check_flag("return_softmax", return_softmax):
         out, lse, weights = attend_with_weights(q, k, v, *options, False, True, mod_kwargs, names, **sequences)
     else:
@@ -190,7 +189,7 @@ def _with_rest(
 
 
 def _heads_first(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """lse as (batch, heads, seqlen). why: diffusers turns its last two axes before it hands it back."""
+    """Returns lse as (batch, heads, seqlen): diffusers transposes its last two axes before it passes it back."""
     check_tensor("softmax_lse", lse)
     batch, seqlen, heads, _ = q.shape
     is_turned = lse.shape == (batch, seqlen, heads) and (seqlen != heads or not lse.is_contiguous())
@@ -209,9 +208,9 @@ def write_gradients(
     names: Mapping[str, str] = NAMES,
     **sequences: Any,
 ) -> torch.Tensor:
-    """Writes the gradients of q, k and v, of the inputs (dout, q, k, v, out, lse), into those targets that are there.
+    """Writes the gradients of q, k and v into the targets that are not None. inputs: (dout, q, k, v, out, lse).
 
-    mod_kwargs: the keywords of `backward` on mods. names: those in errors of `backward`, and the caller's for them.
+    mod_kwargs: the mod keywords of `backward`. names: argument names in errors of `backward`, with the caller's names.
     """
     for name, tensor in zip(("dout", "q", "k", "v", "out", "softmax_lse"), inputs, strict=True):
         check_tensor(name, tensor)

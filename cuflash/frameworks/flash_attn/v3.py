@@ -2,16 +2,16 @@
 
     from cuflash.frameworks.flash_attn_3_interface import flash_attn_func    # was: from flash_attn_interface import …
 
-The order of arguments differs from version 2, whose functions are in `cuflash.frameworks.flash_attn_interface`; what
-that module says about masks, lengths, dtypes and refused arguments also holds here. `num_splits` is how many blocks
-share the keys of a query, 0 for a choice. `pack_gqa`, `sm_margin` and `scheduler_metadata` change no result; cuflash
-schedules each call itself, and takes them without using them.
+The order of arguments differs from version 2, in `cuflash.frameworks.flash_attn_interface`. That module's text on
+masks, lengths, dtypes and refused arguments also holds here. `num_splits` is the largest number of thread blocks that
+share the keys of a query, 0 for an automatic choice. `pack_gqa`, `sm_margin` and `scheduler_metadata` are accepted
+without effect: cuflash schedules each call itself.
 
 `s_aux` (heads_q,), float32, float16 or bfloat16, is one more logit of each head, without a value. FlashAttention's own
-functions do not have it; it is the name of vLLM's copy of them, by which transformers passes sinks. With
-`attention_chunk`, which has gradients here, a query sees keys of its own chunk of that many positions alone.
+functions lack it; vLLM's copy of them has it, and transformers passes sinks by this name. With `attention_chunk`, which
+has gradients here, a query sees only keys of its own chunk of that many positions.
 
-The private functions that other packages import from FlashAttention-3's module are here, too.
+The module also has the private functions that other packages import from FlashAttention-3's module.
 
 Source: hopper/flash_attn_interface.py and hopper/flash_api.cpp of FlashAttention's main branch; in release 2.8.3 these
 functions have no `return_attn_probs`.
@@ -64,14 +64,55 @@ def flash_attn_func(
     *,
     s_aux: torch.Tensor | None = None,
 ) -> Any:
-    """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
+    """Computes attention, with gradients.
 
-    Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_attn_probs`; lse is (batch,
-    heads_q, seqlen_q) float32.
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+        Queries: float16, bfloat16 or float32, with any strides.
+    k : Tensor (batch, seqlen_k, heads_kv, head_dim)
+        Keys.
+    v : Tensor (batch, seqlen_k, heads_kv, head_dim_v)
+        Values.
+    qv, q_descale, k_descale, v_descale : None
+        Not supported.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    attention_chunk : int, default 0
+        Number of positions in a chunk, outside of which keys are hidden; 0 for none.
+    num_splits : int, default 1
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    pack_gqa, sm_margin : optional
+        Accepted without effect.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_attn_probs : bool, default False
+        Returns (out, lse).
+    s_aux : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16.
 
-    Raises UnsupportedError for qv and descales, other errors as `cuflash.forward` does. Limits and rules for NaN are
-    those of `cuflash.forward` and, for gradients, of `cuflash.backward`.
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, heads_q, head_dim_v)
+        In q's dtype.
+    lse : Tensor (batch, heads_q, seqlen_q), with `return_attn_probs`
+        Float32.
 
+    Raises
+    ------
+    UnsupportedError
+        For qv and descales.
+    ProblemError, UnsupportedError, CompileError
+        As in `cuflash.forward` and `cuflash.backward`, which also describe limits and rules for NaN.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks.flash_attn_3_interface import flash_attn_func
     >>> q, k, v = torch.randn(3, 2, 100, 4, 64)
@@ -111,15 +152,56 @@ def flash_attn_varlen_func(
     *,
     s_aux: torch.Tensor | None = None,
 ) -> Any:
-    """Attention of packed sequences, with gradients.
+    """Computes attention of packed sequences, with gradients.
 
-    q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence b has the rows
-    cu_seqlens[b] … cu_seqlens[b + 1] - 1, of which the first `seqused_q[b]`, `seqused_k[b]` count where given.
-    A side without cu_seqlens is (batch, seqlen, heads, head_dim). Packed rows past max_seqlen_q, and packed keys past
-    max_seqlen_k, do not count.
+    Parameters
+    ----------
+    q : Tensor (total_q, heads_q, head_dim)
+        Packed queries: sequence b has the rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1`.
+    k : Tensor (total_k, heads_kv, head_dim)
+        Packed keys.
+    v : Tensor (total_k, heads_kv, head_dim_v)
+        Packed values.
+    cu_seqlens_q, cu_seqlens_k : int32 Tensor (batch + 1,)
+        Bounds of the sequences. With None, that side is (batch, seqlen, heads, head_dim).
+    max_seqlen_q, max_seqlen_k : int
+        Bounds on the lengths. Packed rows past them do not count.
+    seqused_q, seqused_k : int32 Tensor (batch,), optional
+        Numbers of rows that count in each sequence.
+    qv, q_descale, k_descale, v_descale : None
+        Not supported.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    attention_chunk : int, default 0
+        Number of positions in a chunk, outside of which keys are hidden; 0 for none.
+    num_splits : int, default 1
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    pack_gqa, sm_margin : optional
+        Accepted without effect.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_attn_probs : bool, default False
+        Returns (out, lse).
+    s_aux : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16.
 
-    Returns out (total_q, heads_q, head_dim of v), or (out, lse) with `return_attn_probs`; lse is (heads_q, total_q)
-    float32. Errors are those of `flash_attn_func`.
+    Returns
+    -------
+    out : Tensor (total_q, heads_q, head_dim_v)
+        In q's dtype.
+    lse : Tensor (heads_q, total_q), with `return_attn_probs`
+        Float32.
+
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `flash_attn_func`.
     """
     if isinstance(seqused_q, (int, float)):
         raise ProblemError(
@@ -148,7 +230,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` for q, k and v packed in one tensor, which is not copied.
+    """Computes `flash_attn_func` for q, k and v packed in one tensor, without copies.
 
     qkv is (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads_q + 2 heads_kv, head_dim) with `num_heads_q`.
     """
@@ -172,11 +254,30 @@ def flash_attn_combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges attention over num_splits disjoint sets of keys into attention over all of them; it has no gradients.
 
-    out_partial (num_splits, batch, seqlen, heads, head_dim) and lse_partial (num_splits, batch, seqlen, heads), both
-    float32. Returns out (batch, seqlen, heads, head_dim) in `out_dtype` (default float32), written into `out` if that
-    is given with the same dtype, and lse (batch, seqlen, heads) float32, which is contiguous along seqlen.
+    Parameters
+    ----------
+    out_partial : float32 Tensor (num_splits, batch, seqlen, heads, head_dim)
+        Results.
+    lse_partial : float32 Tensor (num_splits, batch, seqlen, heads)
+        Their log-sum-exp.
+    out : Tensor (batch, seqlen, heads, head_dim), optional
+        Memory for the result, in `out_dtype`.
+    out_dtype : torch.dtype, default float32
+        Also float16 or bfloat16.
 
-    Raises ProblemError for other shapes and dtypes, UnsupportedError for more parts than `merge_states` takes.
+    Returns
+    -------
+    out : Tensor (batch, seqlen, heads, head_dim)
+        In `out_dtype`.
+    lse : float32 Tensor (batch, seqlen, heads)
+        Contiguous along seqlen.
+
+    Raises
+    ------
+    ProblemError
+        For other shapes and dtypes.
+    UnsupportedError
+        For more splits than `merge_states` takes.
     """
     return combine(out_partial, lse_partial, out, out_dtype, ranks=(5,), dtypes=(torch.float32,))
 
@@ -215,18 +316,50 @@ def flash_attn_with_kvcache(
     *,
     s_aux: torch.Tensor | None = None,
 ) -> Any:
-    """Attention over a cache, as `flash_attn_with_kvcache` of version 2, which tells about the arguments of its names.
+    """Computes attention over a cache, as `flash_attn_with_kvcache` of version 2, which describes shared arguments.
 
-    Beyond it, q may be packed, (total_q, heads_q, head_dim) with `cu_seqlens_q`; `max_seqlen_q` then bounds its
-    sequences, and otherwise says nothing. New keys and values may be packed, (total_new, heads_kv, head_dim) with
-    `cu_seqlens_k_new`, which says nothing without k. The table of pages is `page_table`; beside it, sequence b has its
-    row `cache_batch_idx[b]`. `rotary_seqlens` may be `cache_seqlens` itself.
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+        Queries; with `cu_seqlens_q` packed, (total_q, heads_q, head_dim).
+    k, v : Tensor (batch, seqlen_new, heads_kv, …), optional
+        New keys and values; with `cu_seqlens_k_new` packed, (total_new, heads_kv, …).
+    cache_batch_idx : int32 Tensor (batch,), optional
+        Row of the cache, or of the page table, for each sequence.
+    page_table : int32 Tensor (batch, max_pages), optional
+        Pages of each sequence.
+    cu_seqlens_q, cu_seqlens_k_new : int32 Tensor (batch + 1,), optional
+        Bounds of packed q, and of packed k and v. The latter has no effect without k.
+    max_seqlen_q : int, optional
+        Bound on the lengths of packed q; without effect otherwise.
+    rotary_seqlens : Tensor, optional
+        None, or `cache_seqlens` itself.
+    attention_chunk : int, default 0
+        Number of positions in a chunk, outside of which keys are hidden; 0 for none.
+    s_aux : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16.
+    scheduler_metadata, pack_gqa, sm_margin : optional
+        Accepted without effect.
+    qv, q_descale, k_descale, v_descale, cache_leftpad : None
+        Not supported.
+    return_softmax_lse : bool, default False
+        Returns (out, lse, out_accum, lse_accum).
 
-    Returns out in the shape of q (with the head_dim of v), or (out, lse, out_accum, lse_accum) with
-    `return_softmax_lse`: lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q), float32; the last two are
-    empty.
+    Returns
+    -------
+    out : Tensor
+        In q's shape, with v's head dim.
+    lse : Tensor (batch, heads_q, seqlen_q), with `return_softmax_lse`
+        Float32; (heads_q, total_q) for packed q.
+    out_accum, lse_accum : Tensor, with `return_softmax_lse`
+        Empty.
 
-    Raises UnsupportedError for other rotary_seqlens, qv and descales; other errors as version 2 does.
+    Raises
+    ------
+    UnsupportedError
+        For other rotary_seqlens, qv and descales.
+    ProblemError, UnsupportedError, CompileError
+        As in version 2.
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("rotary_seqlens", rotary_seqlens, cache_seqlens)
@@ -269,10 +402,10 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """A schedule for `flash_attn_with_kvcache`: an int32 tensor of no elements on the device of `cache_seqlens`.
+    """Returns a schedule for `flash_attn_with_kvcache`: an empty int32 tensor on the device of `cache_seqlens`.
 
-    It can be kept, copied into a longer buffer and passed back; cuflash schedules each call itself and does not read
-    it, so whatever it was made for, results are the same. `cache_seqlens` must be a tensor; nothing else is judged.
+    It can be kept, copied into a longer buffer and passed back. cuflash schedules each call itself and does not read
+    it. `cache_seqlens` must be a tensor; other arguments are not validated.
     """
     check_tensor("cache_seqlens", cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -1,11 +1,11 @@
-"""The private functions of FlashAttention-3, which Megatron, TransformerEngine and ring attention build upon.
+"""The private functions of FlashAttention-3 that Megatron, TransformerEngine and ring attention call.
 
-They are imported from `cuflash.frameworks.flash_attn_3_interface`. The forward is differentiable as long as nothing is
-written to a cache; the backward writes into dq, dk and dv, which may be views of any strides or None. What they return
-beside out and lse is of flash-attn's own kernels, and empty.
+`cuflash.frameworks.flash_attn_3_interface` has them. The forward is differentiable unless it writes to a cache. The
+backward writes into dq, dk and dv, which may be None or views of any strides. Results besides out and lse belong to
+flash-attn's kernels, and are empty.
 
-Source: hopper/flash_attn_interface.py of FlashAttention's main branch. Before windows were two numbers there, they were
-one pair `window_size`; callers who give it are refused by Python.
+Source: hopper/flash_attn_interface.py of FlashAttention's main branch. Older versions had one pair `window_size` in
+place of two numbers; Python refuses calls with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .kvcache import New, over_cache, refuse_rotary_seqlens
 from .mods import later_mod_kwargs
 from .v2_private import NAMES, Results, write_gradients
 
-# Names of arguments in errors, and those here: of calls that write new keys to a cache, of others, and of backwards.
+# Argument names in errors, with the names here: of calls that write new keys, of other forwards, and of backwards.
 _NAMES = {"cache_batch_idx": "kv_batch_idx"}
 _CACHE_NAMES = _NAMES | {"k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k"}
 _BACKWARD_NAMES = NAMES | {"seqused_q": "sequed_q", "seqused_k": "sequed_k", "causal": "is_causal"}
@@ -74,16 +74,16 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Results:
-    """Attention of dense, packed or cached sequences: what all public functions of FlashAttention-3 call.
+    """Computes attention of dense, packed or cached sequences: all public functions of FlashAttention-3 call it.
 
-    With k_new and v_new, k and v are caches that hold `seqused_k` keys, and everything is as in
-    `flash_attn_with_kvcache`. Beside a `page_table`, `cu_seqlens_k` tells lengths alone, unless `seqused_k` does, and
-    `kv_batch_idx[b]` is the row of the table that sequence b has.
+    With k_new and v_new, k and v are caches that hold `seqused_k` keys, as in `flash_attn_with_kvcache`. Beside a
+    `page_table`, `cu_seqlens_k` gives lengths alone, `seqused_k` takes precedence, and `kv_batch_idx[b]` is sequence
+    b's row of the table.
 
-    Returns (out, lse, out_accum, lse_accum): lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q),
-    float32, and the last two are empty. out is written into `out_`, if that is given, in the same shape and dtype.
+    Returns (out, lse, out_accum, lse_accum). lse is float32, (batch, heads_q, seqlen_q), or (heads_q, total_q) for
+    packed q; the last two are empty. out is written into `out_`, if it is given.
 
-    Errors are those of the public functions; ProblemError for an `out_` that does not fit.
+    Raises as the public functions do; ProblemError for an `out_` of another shape, dtype or device.
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("seqlens_rotary", seqlens_rotary, seqused_k)
@@ -143,11 +143,11 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Gradients of `_flash_attn_forward`'s out, written into dq, dk and dv; rows of no sequence become 0.
+    """Writes the gradients of `_flash_attn_forward`'s out into dq, dk and dv; rows of no sequence become 0.
 
-    `sequed_q` and `sequed_k` (flash-attn spells them so) are the forward's seqused_q and seqused_k. Returns softmax_d,
-    which is empty. Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v; other errors are
-    those of `cuflash.backward`.
+    `sequed_q` and `sequed_k` (flash-attn's spelling) are the forward's seqused_q and seqused_k. Returns softmax_d,
+    which is empty. Raises ProblemError where dq, dk or dv differs from q, k or v in shape or dtype; and as
+    `cuflash.backward` does.
     """
     refuse_of_version_3(softmax_scale, (None, sm_margin), None, None, None, None)
     try:

@@ -2,23 +2,24 @@
 
     from cuflash.frameworks.flash_attn_4_interface import flash_attn_func    # was: from flash_attn.cute import …
 
-As there, attention returns (out, lse), where lse is None unless it is asked for by `return_lse`, and an open side of
-`window_size` is None. A query at position p, bottom-right aligned, sees the keys p - left … p + right; a negative side
-moves that interval wholly to one side of p, and if both are negative, both are open. `causal=True` closes the right
-side, and `softcap=0` means none. Lengths and tables are int32 on the device, where alone they are read; bounds and
-windows may be numbers or tensors in host memory, and a bound on the device is a hint that is not read. `num_splits` is
-how many blocks share the keys of a query, 0 for a choice. `pack_gqa`, `min_seqlen_k` and `scheduler_metadata` change no
-result and are taken without being used.
+As in FlashAttention-4, attention returns (out, lse), where lse is None without `return_lse`. An open side of
+`window_size` is None. A query at position p, bottom-right aligned, sees the keys p - left … p + right. A negative side
+moves that interval wholly to one side of p; with two negative sides both are open. `causal=True` closes the right side,
+and `softcap=0` means none. Lengths and tables are int32 on the device, and only read there. Bounds and windows may be
+numbers or host tensors; a bound on the device is a hint that is not read. `num_splits` is the largest number of thread
+blocks that share the keys of a query, 0 for an automatic choice. `pack_gqa`, `min_seqlen_k` and `scheduler_metadata`
+are accepted without effect.
 
-Unlike there, tensors may be float32 or on the CPU and have any strides, head dims and page sizes, all gradients may be
-`deterministic`, and gradients also flow through lse and into `learnable_sink` (heads_q,), float32, float16 or bfloat16:
-one more logit of each head, without a value. A second product qv is refused, with what belongs to it, and so are
-functions of scores and masks, which are CuTe code there; as Python functions of scalars,
-`cuflash.frameworks.torch.attention` takes them. The kernels `_flash_attn_fwd` and `_flash_attn_bwd`, which PyTorch's
-flex_attention calls with `BACKEND="FLASH"`, are not here.
+Beyond FlashAttention-4, tensors may be float32 or on the CPU, with any strides, head dims and page sizes. All
+gradients may be `deterministic`. They also flow through lse and into `learnable_sink` (heads_q,), float32, float16 or
+bfloat16: one more logit of each head, without a value.
+
+A second product qv is refused, with its arguments, and so are score and mask functions, which are CuTe code in
+FlashAttention-4. `cuflash.frameworks.torch.attention` takes them as Python functions of scalars. The kernels
+`_flash_attn_fwd` and `_flash_attn_bwd`, which PyTorch's flex_attention calls with `BACKEND="FLASH"`, are absent.
 
 Source: flash_attn/cute/interface.py of flash-attn-4 4.0.0b36. Up to b20, a window whose sides have a sum below 0 was
-open; here, as there, it shows no key unless both sides are negative.
+open. Since then it shows no key, unless both sides are negative.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class SchedulerMetadata(NamedTuple):
-    """A schedule, by FlashAttention-4's names. All of its tensors are None, as they are there where none is needed."""
+    """A schedule, by FlashAttention-4's names. All tensors are None, as in FlashAttention-4 where none is needed."""
 
     num_m_blocks_ptr: torch.Tensor | None = None
     num_splits_dynamic_ptr: torch.Tensor | None = None
@@ -82,15 +83,57 @@ def flash_attn_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> Result:
-    """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
+    """Computes attention, with gradients.
 
-    Returns (out, lse): out (batch, seqlen_q, heads_q, head_dim of v), and lse (batch, heads_q, seqlen_q) float32 with
-    `return_lse`, else None.
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+        Queries: float16, bfloat16 or float32, with any strides.
+    k : Tensor (batch, seqlen_k, heads_kv, head_dim)
+        Keys.
+    v : Tensor (batch, seqlen_k, heads_kv, head_dim_v)
+        Values.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (None, None)
+        Numbers of visible keys on both sides of the diagonal; None for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    learnable_sink : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16. It gets a gradient.
+    num_splits : int, default 1
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    pack_gqa : optional
+        Accepted without effect.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_lse : bool, default False
+        Returns lse; otherwise None in its place.
+    qv, gather_kv_indices, gather_bwd_recompute_p, gather_bwd_token_chunk : optional
+        Not supported.
+    score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars : None
+        Not supported; see `cuflash.frameworks.torch.attention`.
+    block_sparse_tensors, block_sparse_tensors_bwd : None
+        Not supported.
 
-    Raises UnsupportedError for qv, arguments whose names begin with `gather`, and functions of scores and masks with
-    what belongs to them; other errors as `cuflash.forward` does. Limits and rules for NaN are those of
-    `cuflash.forward` and, for gradients, of `cuflash.backward`.
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, heads_q, head_dim_v)
+        In q's dtype.
+    lse : Tensor (batch, heads_q, seqlen_q) or None
+        Float32 with `return_lse`.
 
+    Raises
+    ------
+    UnsupportedError
+        For qv, arguments whose names begin with `gather`, and score and mask functions with their arguments.
+    ProblemError, UnsupportedError, CompileError
+        As in `cuflash.forward` and `cuflash.backward`, which also describe limits and rules for NaN.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks.flash_attn_4_interface import flash_attn_func
     >>> q, k, v = torch.randn(3, 2, 100, 4, 64)
@@ -154,20 +197,64 @@ def flash_attn_varlen_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> Result:
-    """Attention of packed sequences, with gradients, and of pages.
+    """Computes attention of packed sequences, with gradients, and of pages.
 
-    With `cu_seqlens_q`, q is (total_q, heads_q, head_dim), and with `cu_seqlens_k`, k and v are (total_k, heads_kv,
-    head_dim): sequence b has the rows cu_seqlens[b] … cu_seqlens[b + 1] - 1, of which the first `seqused_q[b]`,
-    `seqused_k[b]` count where given. A side without is (batch, seqlen, heads, head_dim). With `page_table` (batch,
-    max_pages), k and v are pages (num_pages, page_size, heads_kv, head_dim), which have no gradients; cu_seqlens_k,
-    which FlashAttention-4 refuses there, then tells lengths alone. Packed rows past max_seqlen_q, and keys past
-    max_seqlen_k, do not count.
+    Parameters
+    ----------
+    q : Tensor (total_q, heads_q, head_dim)
+        Packed queries: sequence b has the rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1`.
+    k : Tensor (total_k, heads_kv, head_dim)
+        Packed keys.
+    v : Tensor (total_k, heads_kv, head_dim_v)
+        Packed values.
+    cu_seqlens_q, cu_seqlens_k : int32 Tensor (batch + 1,), optional
+        Bounds of the sequences. With None, that side is (batch, seqlen, heads, head_dim).
+    max_seqlen_q, max_seqlen_k : int, optional
+        Bounds on the lengths of packed and paged sides. Rows past them do not count.
+    seqused_q, seqused_k : int32 Tensor (batch,), optional
+        Numbers of rows that count in each sequence.
+    page_table : int32 Tensor (batch, max_pages), optional
+        Pages of each sequence; k and v are then (num_pages, page_size, heads_kv, …), without gradients. Beside it,
+        cu_seqlens_k, which FlashAttention-4 refuses there, gives lengths alone.
+    seqlen_k_per_split : int, optional
+        A positive number, for batch-invariant results as by `split_size` of `cuflash.forward`. All numbers have
+        the same effect, beside any num_splits.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A number above 0.
+    causal : bool, default False
+        Hides later keys, aligned bottom-right.
+    window_size : (left, right), default (None, None)
+        Numbers of visible keys on both sides of the diagonal; None for an open side.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    learnable_sink : Tensor (heads_q,), optional
+        One more logit of each head, without a value: float32, float16 or bfloat16. It gets a gradient.
+    num_splits : int, default 1
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
+    pack_gqa, min_seqlen_k, scheduler_metadata, disable_scheduler_metadata : optional
+        Accepted without effect.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_lse : bool, default False
+        Returns lse; otherwise None in its place.
+    qv, gather_kv_indices, gather_bwd_recompute_p, gather_bwd_token_chunk : optional
+        Not supported.
+    score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars : None
+        Not supported; see `cuflash.frameworks.torch.attention`.
+    block_sparse_tensors : None
+        Not supported.
 
-    `seqlen_k_per_split`, a positive number, makes the bits of a row depend on nothing but its own query and keys, as
-    `split_size` of `cuflash.forward`; all numbers have the same effect. It holds beside any num_splits.
+    Returns
+    -------
+    out : Tensor
+        In q's shape, with v's head dim.
+    lse : Tensor (heads_q, total_q) or None
+        Float32 with `return_lse`; (batch, heads_q, seqlen_q) for q that is not packed.
 
-    Returns (out, lse): out in the shape of q (with the head_dim of v), and lse (heads_q, total_q), or (batch, heads_q,
-    seqlen_q) where q is not packed, float32 with `return_lse`, else None. Errors are those of `flash_attn_func`.
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `flash_attn_func`.
     """
     _refuse(
         pack_gqa,
@@ -207,14 +294,32 @@ def flash_attn_combine(
 ) -> Result:
     """Merges attention over num_splits disjoint sets of keys into attention over all of them; it has no gradients.
 
-    out_partial (num_splits, batch, seqlen, heads, head_dim) or, packed, (num_splits, total_q, heads, head_dim),
-    float32, float16 or bfloat16; lse_partial in the same shape without head_dim, float32. `cu_seqlens` (batch + 1),
-    `seqused` (batch) and `virtual_batch_idx` (batch), int32, tell FlashAttention-4 which rows it may leave as they are;
-    all rows are merged here.
+    Parameters
+    ----------
+    out_partial : Tensor (num_splits, batch, seqlen, heads, head_dim)
+        Results, float32, float16 or bfloat16; packed, (num_splits, total_q, heads, head_dim).
+    lse_partial : float32 Tensor
+        Their log-sum-exp, in the same shape without head_dim.
+    out : Tensor, optional
+        Memory for the result, in `out_dtype`.
+    out_dtype : torch.dtype, default dtype of out_partial
+        Float32, float16 or bfloat16.
+    cu_seqlens, seqused, virtual_batch_idx : int32 Tensor, optional
+        Without effect: all rows are merged. FlashAttention-4 skips unused rows.
+    return_lse : bool, default True
+        Returns lse; otherwise None in its place.
 
-    Returns out, without num_splits, in `out_dtype` (default that of out_partial), written into `out` if that is given
-    with the same dtype, and lse (batch, seqlen, heads) or (total_q, heads) float32, which is contiguous along seqlen,
-    or None without `return_lse`. Raises ProblemError for other shapes and dtypes.
+    Returns
+    -------
+    out : Tensor (batch, seqlen, heads, head_dim) or (total_q, heads, head_dim)
+        In `out_dtype`.
+    lse : float32 Tensor (batch, seqlen, heads) or (total_q, heads), or None
+        Contiguous along seqlen.
+
+    Raises
+    ------
+    ProblemError
+        For other shapes and dtypes.
     """
     for name, integers in (("cu_seqlens", cu_seqlens), ("seqused", seqused), ("virtual_batch_idx", virtual_batch_idx)):
         check_integers(name, integers)
@@ -246,10 +351,10 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> SchedulerMetadata:
-    """A schedule for `flash_attn_varlen_func`, without tensors: cuflash schedules each call itself.
+    """Returns a schedule for `flash_attn_varlen_func`, without tensors: cuflash schedules each call itself.
 
-    It can be kept and passed back, and is not read there, so whatever it was made for, results are the same. One of
-    cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k must be a tensor; nothing else is judged.
+    It can be kept and passed back, and is never read. One of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k must
+    be a tensor; other arguments are not validated.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
@@ -262,7 +367,7 @@ def get_scheduler_metadata(
 
 
 def _refuse(pack_gqa: Any, **arguments: Any) -> None:
-    """Raises for the first of the arguments that has no counterpart here."""
+    """Raises for the first argument that has no counterpart here."""
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
     for name, value in arguments.items():
@@ -281,12 +386,12 @@ def _refuse(pack_gqa: Any, **arguments: Any) -> None:
 
 
 def _set(flag: Any) -> Any:
-    """A flag, or None for one that is not set."""
+    """Returns a flag, or None if it is not set."""
     return flag or None
 
 
 def _bound(bound: Any) -> Any:
-    """A bound on lengths, or None for one that only the device knows."""
+    """Returns a bound on lengths, or None for one on the device."""
     return None if isinstance(bound, torch.Tensor) and bound.device.type != "cpu" else bound
 
 
@@ -298,9 +403,9 @@ def _split_size(seqlen_k_per_split: Any) -> int:
 
 
 def _masked(causal: Any, window_size: Any) -> tuple[bool, Any, dict[str, Any]]:
-    """The window as `attention` takes it, which knows no negative sides: a mask_mod shows the keys of such a one."""
+    """Returns causal, the window for `attention`, which takes no negative sides, and a mask_mod for those."""
     check_flag("causal", causal)
-    # Signs of sides decide on the call, and an array has none in a graph; one of a single number is guarded by it.
+    # The sides' signs choose the call, and an array in a graph has no values; scalars are guarded by value.
     is_unread = torch.compiler.is_dynamo_compiling() and isinstance(window_size, (torch.Tensor, np.ndarray))
     # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
     window = (sys.modules[__name__].uncompiled_window_of if is_unread else window_of)(window_size)

@@ -3,8 +3,8 @@
     from cuflash.frameworks.jax import attention
     gradient = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, causal=True).sum()))
 
-`dot_product_attention` is the same function with the name and the arguments of the one in `jax.nn`, and
-`ragged_paged_attention` with those of the one that JAX has for TPUs. `export_checks` is for `jax.export`.
+`dot_product_attention` has the name and arguments of the function in `jax.nn`. `ragged_paged_attention` has the
+arguments of JAX's function for TPUs. `export_checks` serves `jax.export`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .handlers import FORWARD, OPS, CallOptions, Shape, op_of, specs_of
 from .mods import mod_operands
 from .primitives import as_jax, check_not_reduced, checked_array
 
-if jax.__version_info__ < (0, 8, 2):  # why: older ones fail where gradients are made of some arguments alone
+if jax.__version_info__ < (0, 8, 2):  # older versions fail at gradients of some arguments alone
     raise UnsupportedError(
         f"cuflash.frameworks.jax needs JAX 0.8.2 or later, and this is {jax.__version__}; install a newer one, or call "
         "cuflash.forward and cuflash.backward outside of jit"
@@ -93,38 +93,89 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`cuflash.forward` as a JAX function with gradients: it returns out, or (out, lse) with return_lse.
+    """Computes `cuflash.forward` as a JAX function with gradients, also through lse.
 
-    q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
-    head_dim_v), or without batch, or without batch and heads; float16, bfloat16 or float32 (float64 on the CPU, if JAX
-    has it enabled). out (batch, seqlen_q, heads_q, head_dim_v) has q's dtype, lse (batch, heads_q, seqlen_q) is float32
-    (float64 for float64). The mask and scale arguments are those of `cuflash.forward` and static. Limits and rules for
-    NaN are those of `cuflash.forward` and, for gradients, of `cuflash.backward`.
+    Limits and rules for NaN are described in `cuflash.forward`, and for gradients in `cuflash.backward`.
 
-    Variable-length sequences are given as there, by int32 arrays, which may be traced: packed (`cu_seqlens_q`,
-    `cu_seqlens_k`), used in part (`seqused_q`, `seqused_k`), in pages (`page_table`) or in rows of a cache
-    (`cache_batch_idx`); the last two have no gradients. Rows of no sequence have out 0, lse -inf and gradient 0. lse of
-    packed q is (heads_q, total_q). `max_seqlen_q`, `max_seqlen_k`, `num_splits` and `split_size` are static.
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim)
+        Queries: float16, bfloat16 or float32 (float64 on the CPU, if JAX has it enabled). All of q, k and v may lack
+        batch, or batch and heads.
+    k : array (batch, seqlen_k, heads_kv, head_dim)
+        Keys; heads_q is a multiple of heads_kv.
+    v : array (batch, seqlen_k, heads_kv, head_dim_v)
+        Values.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A finite number above 0; static.
+    causal : bool, default False
+        Shows key j to query i only if `j <= i + diagonal_offset`; static.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 or None for an open side; static.
+    diagonal_offset : int, default seqlen_k - seqlen_q
+        Alignment of causal masks and windows: bottom-right by default; 0 is top-left; static.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c); static.
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable; static.
+    return_lse : bool, default False
+        Returns (out, lse) instead of out; static.
+    cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,), optional
+        Bounds of packed sequences, maybe traced. That side is then (total, heads, head_dim).
+    max_seqlen_q, max_seqlen_k : int, optional
+        Bounds on the lengths; static. Rows past them do not count.
+    seqused_q, seqused_k : int32 array (batch,), optional
+        Numbers of rows that count in each sequence, maybe traced.
+    page_table : int32 array (batch, max_pages), optional
+        Pages of each sequence; k and v are then (num_pages, page_size, heads_kv, …), without gradients.
+    cache_batch_idx : int32 array (batch,), optional
+        Row of the cache that each sequence reads; k and v then have no gradients.
+    num_splits : int, default 0
+        Largest number of thread blocks that share the keys of a query; 0 for an automatic choice; static.
+    split_size : int, optional
+        A multiple of 128, for batch-invariant results (see `cuflash.forward`); static.
+    score_mod : function (score, b, h, q_idx, k_idx), optional
+        Returns the score that replaces a scaled one. Arrays that it loads from get gradients, and may be traced.
+    mask_mod : function (b, h, q_idx, k_idx), optional
+        Returns True for visible keys, besides causal and window_size.
+    block_mask : BlockMask, optional
+        A mask by `cuflash.create_block_mask` of JAX arrays, made outside of jit. It is a pytree, so a jitted function
+        may take it as an argument.
+    bias : array, optional
+        Floats to add to scores, or bools (True is visible), broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
+        A float bias gets a gradient.
+    sinks : array (heads_q,), optional
+        One more logit of each head, without a value; it gets a gradient.
+    dropout_p : float in [0, 1), default 0.0
+        Probability at which weights are dropped; static.
+    dropout_seed : int, key of jax.random, or array of one integer or two uint32
+        Required with dropout; it may be traced. Equal seeds drop the same weights.
 
-    score_mod, mask_mod, block_mask, bias and sinks are those of `cuflash.forward`. Arrays that the functions refer to
-    may be traced values of any transformation; those that score_mod loads from, bias and sinks have gradients. Where a
-    function calls what cuflash has no name for, JAX traces it, and whole arrays that it computes are computed once.
-    block_mask is made of JAX arrays, outside of jit; it is a pytree of them, so that new ones may be arguments of a
-    jitted function. dropout_p is static. dropout_seed, an int, a key of jax.random, or an array of one integer or two
-    uint32, is not: equal seeds drop the same weights.
+    Returns
+    -------
+    out : array (batch, seqlen_q, heads_q, head_dim_v)
+        In q's rank and dtype. A query that sees no key, or belongs to no sequence, has 0.
+    lse : array (batch, heads_q, seqlen_q), with `return_lse`
+        Float32 (float64 for float64) log-sum-exp of visible scores; (heads_q, total_q) for packed q. It is -inf
+        where out has no key.
 
-    Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
-    They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
-    cache; with dropout it makes one call after the other. On several devices, plain jit splits a call over batch and kv
-    heads, as q is split (packed rows and caches over heads alone). With functions, bias, sinks or dropout each device
-    would gather whole arrays: call this in `jax.shard_map` there, where b and h count in a shard, and with arrays that
-    explicit mesh axes split, which are refused elsewhere. On the CPU it runs in NumPy.
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `cuflash.forward`, while the call is traced or lowered.
 
-        out = attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)    # q (total, heads, head_dim)
+    Notes
+    -----
+    Gradients can be taken once, in reverse mode. vmap takes all arguments, except lengths of packed rows and of
+    caches; with dropout it makes one call for each element. A function that calls what cuflash has no name for is
+    traced by JAX, and whole arrays that it computes are computed once. On the CPU it runs in NumPy.
 
-    Raises ProblemError, UnsupportedError and CompileError as `cuflash.forward` does, while the call is traced or
-    lowered. `jax.export` takes `export_checks`.
+    Plain jit on several devices splits a call over batch and kv heads, following q (packed rows and caches over heads
+    alone). With mods, each device would gather whole arrays: call this in `jax.shard_map`, where b and h
+    count within a shard. Arrays split by explicit mesh axes need it, too. `jax.export` takes `export_checks`.
 
+    Examples
+    --------
     >>> import jax
     >>> from cuflash.frameworks.jax import attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 64))
@@ -172,18 +223,45 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """`jax.nn.dot_product_attention` on cuflash: query (B, T, N, H), key and value (B, S, K, H), or all without B.
+    """Computes `jax.nn.dot_product_attention` on cuflash, with its arguments and results.
 
-    is_causal and local_window_size, which is (left, right) or one number for both, are aligned top-left, as in jax.nn.
-    query_seq_lengths and key_value_seq_lengths, int32 (B,), say how many rows of each are used: queries behind them
-    have out 0 and lse -inf, keys behind them are not seen, and the gradients of both are 0.
-    return_residual gives (out, lse): lse is (B, T, N) in query's dtype, and no gradient flows through it. A query that
-    sees no key has out 0, where jax.nn gives the mean of value.
+    Parameters
+    ----------
+    query : array (B, T, N, H)
+        Queries. All of query, key and value may lack B.
+    key, value : array (B, S, K, H)
+        Keys and values; N is a multiple of K.
+    bias : array (B, N, T, S), optional
+        Floats to add to scores, broadcastable; B may be absent. It gets a gradient.
+    mask : array (B, N, T, S), optional
+        Bools, True for visible keys, broadcastable; B may be absent.
+    scale : float, default 1/sqrt(H)
+        Softmax scale.
+    is_causal : bool, default False
+        Aligned top-left, as in jax.nn.
+    query_seq_lengths, key_value_seq_lengths : int32 array (B,), optional
+        Numbers of rows that count. Queries past them have out 0 and lse -inf, and both sides have gradient 0 there.
+    local_window_size : int or (left, right), optional
+        Numbers of visible keys on both sides of the diagonal, aligned top-left; one number is for both sides.
+    implementation : None
+        Kept for the signature.
+    return_residual : bool, default False
+        Returns (out, lse).
 
-    bias, of floats, and mask, of bools, are broadcastable to (B, N, T, S), or (N, T, S) without B; bias has a gradient.
+    Returns
+    -------
+    out : array (B, T, N, H)
+        A query that sees no key has 0, where jax.nn gives the mean of value.
+    lse : array (B, T, N), with `return_residual`
+        In query's dtype, without a gradient.
 
-    Raises UnsupportedError for implementation; other errors, limits and rules for NaN are those of `attention`.
+    Raises
+    ------
+    UnsupportedError
+        For an implementation. Other errors, limits and rules for NaN are described in `attention`.
 
+    Examples
+    --------
     >>> import jax
     >>> from cuflash.frameworks.jax import dot_product_attention
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 64))
@@ -231,10 +309,33 @@ def dot_product_attention(
 def triangle_attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
 ) -> jax.Array:
-    """`cuflash.triangle_attention` as a JAX function with gradients of q, k, v and bias: its arguments and results.
+    """Computes `cuflash.triangle_attention` as a JAX function with gradients of q, k, v and bias.
 
-    Limits, rules for NaN and errors are those of `attention`.
+    Parameters
+    ----------
+    q : array (batch, rows, heads, seqlen_q, head_dim)
+        Queries.
+    k, v : array (batch, rows, heads_kv, seqlen_k, …)
+        Keys and values.
+    bias : array (batch, heads, seqlen_q, seqlen_k)
+        Floats, added to the scores of every row without a copy.
+    mask : bool array (batch, rows, seqlen_k), optional
+        True for visible keys.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A finite number above 0; static.
 
+    Returns
+    -------
+    out : array (batch, rows, heads, seqlen_q, head_dim_v)
+        A query that sees no key has 0.
+
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `attention`, which also describes limits and rules for NaN.
+
+    Examples
+    --------
     >>> import jax
     >>> from cuflash.frameworks.jax import triangle_attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 50, 4, 50, 32))
@@ -268,22 +369,47 @@ def ragged_paged_attention(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> jax.Array:
-    """`ragged_paged_attention` of `jax.experimental.pallas.ops.tpu` on cuflash: causal attention over a paged cache.
+    """Computes `ragged_paged_attention` of `jax.experimental.pallas.ops.tpu`: causal attention over a paged cache.
 
-    q (max_num_batched_tokens, num_q_heads, head_dim), the queries of all sequences, packed. kv_pages (total_num_pages,
-    page_size, 2 · num_kv_heads, head_dim): heads of K and of V in turns; they are read where they lie. All else is
-    int32: kv_lens (max_num_seqs,), how many keys a sequence has; page_indices (max_num_seqs, pages_per_seq);
-    cu_q_lens (max_num_seqs + 1,), where its queries begin; num_seqs (1,), how many sequences there are. Behind
-    num_seqs nothing is looked at. The last query of a sequence stands at its last key.
+    Parameters
+    ----------
+    q : array (max_num_batched_tokens, num_q_heads, head_dim)
+        Packed queries of all sequences. The last query of a sequence is aligned with its last key.
+    kv_pages : array (total_num_pages, page_size, 2 · num_kv_heads, head_dim)
+        Pages with heads of K and V interleaved, read without a copy.
+    kv_lens : int32 array (max_num_seqs,)
+        Numbers of keys of the sequences.
+    page_indices : int32 array (max_num_seqs, pages_per_seq)
+        Pages of the sequences.
+    cu_q_lens : int32 array (max_num_seqs + 1,)
+        Bounds of the sequences in q.
+    num_seqs : int32 array (1,)
+        Number of sequences. Entries past it are never read.
+    sm_scale : float, default 1.0
+        Softmax scale.
+    sliding_window : int, optional
+        Largest number of keys that a query sees, including the key at its own position.
+    soft_cap : float, optional
+        Cap on scores, as softcap in `attention`.
+    mask_value : float, optional
+        None or a number of at most -1e4. It has no effect: hidden keys count for nothing.
+    k_scale, v_scale : float, optional
+        Factors of K and V.
+    num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes : int, optional
+        Tuning of the TPU's kernel, without effect here. All keywords are static.
 
-    sliding_window: the keys that a query sees at most, its own among them. k_scale and v_scale: what K and V are
-    multiplied by. mask_value: None or any number of -1e4 and less, as hidden keys count for nothing. The last three
-    arguments tune the TPU's kernel and change no result. All keywords are static.
+    Returns
+    -------
+    out : array (max_num_batched_tokens, num_q_heads, head_dim)
+        0 in rows of no sequence. It has no gradients.
 
-    Returns out (max_num_batched_tokens, num_q_heads, head_dim), 0 in rows of no sequence. It has no gradients.
+    Raises
+    ------
+    ProblemError, UnsupportedError
+        As in `attention`, which also describes limits and rules for NaN.
 
-    Raises ProblemError and UnsupportedError as `attention` does; limits and rules for NaN are the same, too.
-
+    Examples
+    --------
     >>> import jax.numpy as jnp
     >>> from cuflash.frameworks.jax import ragged_paged_attention
     >>> q, kv_pages = jnp.ones((3, 4, 64)), jnp.ones((5, 8, 2 * 2, 64))  # 5 pages of 8 keys, of 2 heads
@@ -334,18 +460,25 @@ def ragged_paged_attention(
 def export_checks() -> list[Any]:
     """Returns the checks that `jax.export.export` must leave out, for programs that call functions of this module.
 
-    Exported programs may hold custom calls that JAX knows to be stable, and none of other libraries unless they are
-    listed. Those of cuflash carry the version of their format: one that a later cuflash cannot read is refused.
+    JAX exports only custom calls that are listed or that it knows to be stable. cuflash's carry the version of their
+    format, and a cuflash that cannot read it refuses them.
 
-    The list is for `disabled_checks`, of gradients as well (`serialize(vjp_order=1)`). The program runs in a process
-    that has imported this module, on the platforms that it was exported for: `platforms=["cpu", "cuda"]` is for both. A
-    machine without a GPU exports forward for cuda, and gradients for the CPU alone (UnsupportedError): backward takes a
-    workspace that depends on the GPU. A symbolic size is taken on the CPU alone, of an axis that vmap maps.
+    Returns
+    -------
+    checks : list of jax.export.DisabledSafetyCheck
+        For the argument `disabled_checks`, of gradients as well (`serialize(vjp_order=1)`).
 
-        exported = jax.export.export(jax.jit(function), disabled_checks=export_checks())(q, k, v)
+    Notes
+    -----
+    The program runs in a process that has imported this module, on the platforms of the export:
+    `platforms=["cpu", "cuda"]` is for both. By default JAX exports for the platform of its first device, wherever the
+    arrays are.
 
-    Without `platforms`, JAX exports for that of its first device, wherever the arrays are.
+    A machine without a GPU exports forward for cuda, but gradients for the CPU alone (UnsupportedError): the workspace
+    of backward depends on the GPU. Symbolic sizes work on the CPU alone, for an axis that vmap maps.
 
+    Examples
+    --------
     >>> import jax
     >>> from cuflash.frameworks.jax import attention, export_checks
     >>> q = jax.random.normal(jax.random.key(0), (2, 100, 4, 64))
@@ -354,27 +487,27 @@ def export_checks() -> list[Any]:
     >>> exported.call(q, q, q).shape
     (2, 100, 4, 64)
     """
-    from jax.export import DisabledSafetyCheck  # why here: exports alone need it
+    from jax.export import DisabledSafetyCheck  # imported here: only exports need it
 
     return [DisabledSafetyCheck.custom_call(target) for target in OPS]
 
 
 def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | None = None) -> Any:
-    """The result of a call of operands by name, in the order of the op's. op: None for that of a plain call."""
+    """Returns the result of a call of operands by name, in the op's order. op: None for a plain call."""
     arrays = arrays_of(**named)
     static = _static(tuple(named), arrays, options, op)
     return autograd.attention(static, with_lse, *_varying_alike(static.names, arrays))
 
 
 def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, op: Op | None) -> CallOptions:
-    """Checks a call; returns everything but its arrays."""
+    """Validates a call; returns all of it but its arrays."""
     call_key = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key(), op
     try:
         try:
             return _validated(*call_key)
         except ProblemError:
             raise
-        except (TypeError, ValueError):  # an argument cannot be hashed, so that the result cannot be cached
+        except (TypeError, ValueError):  # an unhashable argument: no cached result
             return _validated.__wrapped__(*call_key)
     except ProblemError as error:
         axes = jax.sharding.get_abstract_mesh().manual_axes
@@ -391,7 +524,7 @@ def _validated(
     options: tuple[Any, ...],
     op: Op | None,
 ) -> CallOptions:
-    """`options` is `Options.key()`, which begins with the options and keeps 1 and True apart."""
+    """Returns the options of a validated call. options: `Options.key()`, which keeps 1 and True apart."""
     op = op or op_of(FORWARD, names)
     return CallOptions.from_problem(
         Problem.from_specs(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names
@@ -399,9 +532,9 @@ def _validated(
 
 
 def _varying_alike(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Under shard_map, marks all arrays as varying over the same mesh axes; JAX sums gradients over the added axes."""
+    """Marks arrays under shard_map as varying over the same mesh axes; JAX sums gradients over the added axes."""
     types = [jax.typeof(x) for x in arrays]
-    # why: JAX up to 0.9 calls the axes `vma`.
+    # JAX up to 0.9 calls the axes `vma`.
     varying = [frozenset(t.vma if hasattr(t, "vma") else t.manual_axis_type.varying) for t in types]
     axes = frozenset().union(*varying)
     alike = tuple(

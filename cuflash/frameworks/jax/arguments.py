@@ -1,4 +1,4 @@
-"""Arguments of the functions of JAX that cuflash takes the place of, checked and in terms of `attention`."""
+"""Arguments of JAX's functions that cuflash replaces, validated and in terms of `attention`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .primitives import checked_array
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 _SCALES = ("softmax_scale", "scale", "sm_scale")
-# Keywords by which kernels are chosen, of all functions of this package.
+# Keywords that choose kernels, of all functions of this package.
 STATIC = frozenset((*Options._fields, *_SCALES, "return_lse", "is_causal", "local_window_size", "return_residual",
                     "implementation", "sliding_window", "soft_cap", "mask_value", "k_scale", "v_scale"))  # fmt: skip
 
-# Names of arguments in errors of `attention`, and those of functions that call it.
+# Argument names in errors of `attention`, and their names in its callers.
 NAMES = {
     "dot_product_attention": {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "causal": "is_causal",
                               "seqused_q": "query_seq_lengths", "seqused_k": "key_value_seq_lengths",
@@ -34,16 +34,16 @@ NAMES = {
 
 
 def static_keywords(function: Call) -> Call:
-    """Decorates a function so that its error for a traced keyword that must be static says how to make it so.
+    """Decorates a function: its error for a traced keyword that must be static says how to make it static.
 
-    Other errors have its names of arguments.
+    Other errors have the names of the function's arguments.
     """
 
     @functools.wraps(function)
     def checked(*arguments: Any, **keywords: Any) -> Any:
         try:
             return function(*arguments, **keywords)
-        except REFUSALS as error:  # why here: a call that is right need not look for tracers
+        except REFUSALS as error:  # only failed calls look for tracers, which takes time
             traced = {name: x for name, x in keywords.items() if name in STATIC and _is_traced(x)}
             if not traced and function.__name__ not in NAMES:
                 raise
@@ -65,14 +65,14 @@ def _is_traced(value: Any) -> bool:
 
 
 def integers(name: str, array: Any, shape: Shape, axes: str) -> Any:
-    """An int32 array of this shape. axes: the names of its axes."""
+    """Returns the array if it is int32 of this shape. axes: the names of its axes."""
     if array.shape != shape or array.dtype != INTEGERS:
         raise ProblemError(f"{name} is {array.dtype} of shape {array.shape}; give {INTEGERS} of shape {shape}: {axes}")
     return array
 
 
 def bias_or_mask(name: str, array: Any, lengths: Shape) -> Any:
-    """A bias of floats, or a mask of bools, which may be broadcast to these lengths, or None."""
+    """Returns a bias of floats or a mask of bools, broadcastable to these lengths, or None."""
     if array is None:
         return None
     array = checked_array(name, array)
@@ -87,7 +87,10 @@ def bias_or_mask(name: str, array: Any, lengths: Shape) -> Any:
 
 
 def window_of(local_window_size: Any) -> tuple[Any, Any]:
-    """Keys on the left and on the right, None for an open side. why not -1: jax.nn ends before the diagonal then."""
+    """Returns the numbers of keys on the left and on the right; None for an open side.
+
+    Negative numbers are refused: in jax.nn the window then ends before the diagonal.
+    """
     window = local_window_size
     try:
         left, right = (window, window) if window is None or is_integer(window) else window
@@ -105,5 +108,5 @@ def window_of(local_window_size: Any) -> tuple[Any, Any]:
 
 
 def arrays_of(**named: Any) -> tuple[Any, ...]:
-    """The checked operands as JAX arrays or tracers."""
+    """Returns the validated operands as JAX arrays or tracers."""
     return tuple([checked_array(name, array) for name, array in named.items()])

@@ -1,7 +1,6 @@
 """Attention with gradients in JAX: one function over the two primitives, for calls with and without mods.
 
-Inside it lse has an extra last axis of length 1, so that it has the rank of q. Gradients are made of those arrays of
-mods alone that are differentiated.
+lse has an extra last axis of length 1 inside, and so q's rank. Only mod arrays that are differentiated get gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def _call_and_keep(static: CallOptions, with_lse: bool, *primals: Any) -> tuple[
     refuse_cached(static.names)
     operands = [x.value for x in primals]
     perturbed = {name for name, x in zip(static.names, primals, strict=True) if x.perturbed}
-    # why () and None: neither is an array, so that they are known when gradients are traced.
+    # () or None: pytrees without arrays, so that they are static when gradients are traced.
     perturbed_grads = [() if name in perturbed else None for _, name in _mod_arrays(static)]
     out, lse = forward.bind(*operands, static=static)
     return (out, lse[..., 0]) if with_lse else out, (operands, out, lse, perturbed_grads)
@@ -59,5 +58,5 @@ def _mod_arrays(static: CallOptions) -> list[tuple[int, str]]:
 
 _with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))
 _with_gradients.defvjp(_call_and_keep, _gradients, symbolic_zeros=True)
-# why jit: an eager call of a custom_vjp takes 180 µs, a call of a jitted function that is already traced takes 8 µs.
+# Jitted: an eager call of a custom_vjp takes 180 µs, a call of a traced, jitted function 8 µs.
 attention = jax.jit(_with_gradients, static_argnums=(0, 1))

@@ -1,7 +1,7 @@
 """XLA's foreign function interface through ctypes: handlers written in Python, with no compiled bridge.
 
-This module mirrors `xla/ffi/api/c_api.h`, which jaxlib ships (`jax.ffi.include_dir()`), on 64-bit machines. XLA calls a
-handler with a call frame: dense row-major buffers, attributes, and a table of functions that only grows with versions.
+This module mirrors `xla/ffi/api/c_api.h`, which jaxlib ships (`jax.ffi.include_dir()`), on 64-bit machines. XLA passes
+a handler a call frame: dense row-major buffers, attributes, and a table of functions that only grows with versions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import ProblemError, UnsupportedError
 
-VERSION = (0, 1)  # handlers are written for this version; a runtime of the same major version takes them
+VERSION = (0, 1)  # of handlers; a runtime of the same major version takes them
 COMMAND_BUFFER_COMPATIBLE = 1  # a trait: the handler may be called while its stream is captured
 _METADATA, _EXECUTE = 1, 3  # XLA_FFI_Extension_Metadata, XLA_FFI_ExecutionStage_EXECUTE
 _INVALID_ARGUMENT, _INTERNAL = 3, 13  # XLA_FFI_Error_Code
@@ -23,7 +23,7 @@ _UPDATE = "install a jax and jaxlib from 0.8.2 on that cuflash is tested with, o
 
 
 def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
-    """A struct of the interface; all but a few begin with their size and a list of extensions."""
+    """Returns a struct of the interface; most begin with their size and a list of extensions."""
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
@@ -39,7 +39,7 @@ _Attributes = _struct("_Attributes", **_HEAD, size=_INT64, types=_POINTER, names
 _Query = _struct("_Query", **_HEAD, context=_POINTER, answer=_POINTER)  # for Stream_Get and DeviceOrdinal_Get
 _Create = _struct("_Create", **_HEAD, message=ctypes.c_char_p, code=_INT)
 _Error = _struct("_Error", **_HEAD, error=_POINTER, message=ctypes.c_char_p)
-_FUNCTION = ctypes.PYFUNCTYPE(_POINTER, _POINTER)  # why PYFUNCTYPE: they return at once, as in driver.py
+_FUNCTION = ctypes.PYFUNCTYPE(_POINTER, _POINTER)  # PYFUNCTYPE keeps the GIL: they return at once, as in driver.py
 _FUNCTIONS = (
     "Error_Create", "Error_GetMessage", "Error_Destroy", "Handler_Register", "Stream_Get", "Type_Register",
     "ExecutionContext_Get", "State_Set", "State_Get", "DeviceMemory_Allocate", "DeviceMemory_Free",
@@ -62,12 +62,12 @@ _HANDLER = ctypes.CFUNCTYPE(_POINTER, _POINTER)
 
 
 def _word(struct: type[ctypes.Structure], field: str) -> int:
-    """Index of the 64-bit word at which a field of a struct begins."""
+    """Returns the index of the 64-bit word at which a field of a struct begins."""
     return int(getattr(struct, field).offset) // 8
 
 
-# All memory as one array of 64-bit words. why: a call reads dozens of words, and a struct's field or an array that is
-# made at an address takes two to six times as long to read.
+# All memory as one array of 64-bit words. A call reads dozens of words; reading them through struct fields, or through
+# an array built at an address, takes two to six times as long.
 _MEMORY = (_INT64 * 2**59).from_address(0)
 _EXTENSION, _API, _CONTEXT, _STAGE = (_word(_Frame, name) for name in ("extension", "api", "context", "stage"))
 _OPERANDS, _RESULTS = (_word(_Frame, name) + _word(_Buffers, "size") for name in ("operands", "results"))
@@ -80,7 +80,7 @@ _QUERY = _INT64 * (_QUERY_BYTES // 8)
 
 
 def _words(address: int, count: int) -> list[int]:
-    """`count` words from an address on, which is a multiple of 8."""
+    """Returns `count` words from an address on, a multiple of 8."""
     first = address >> 3
     return _MEMORY[first : first + count]
 
@@ -95,31 +95,31 @@ class Buffer:
 
 
 class Call:
-    """One execution of a handler, valid until it returns."""
+    """An execution of a handler, valid until the handler returns."""
 
     def __init__(self, runtime: _Runtime, frame: list[int]) -> None:
         self._runtime, self._frame = runtime, frame
 
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of the operands' data, then of the results'."""
+        """Returns the addresses of the operands' data, then of the results' data."""
         memory = _MEMORY
         return tuple([memory[(item >> 3) + _TO_DATA] for item in self._items(_OPERANDS) + self._items(_RESULTS)])
 
     def buffers(self) -> tuple[list[Buffer], list[Buffer]]:
-        """The operands, and the results."""
+        """Returns the operands, and the results."""
         return [*map(Buffer, self._items(_OPERANDS))], [*map(Buffer, self._items(_RESULTS))]
 
     def attribute(self) -> bytes:
-        """The one attribute of the call, an array of 64-bit numbers."""
+        """Returns the one attribute of the call, an array of 64-bit numbers."""
         _, size, data = _words(_MEMORY[self._frame[_VALUES] >> 3], _ARRAY_WORDS)
         return ctypes.string_at(data, 8 * size)
 
     def stream(self) -> int:
-        """Handle of the CUDA stream to launch on."""
+        """Returns the handle of the CUDA stream to launch on."""
         return self._runtime.answer("Stream_Get", self._frame[_CONTEXT])
 
     def ordinal(self) -> int:
-        """Number of the GPU to launch on."""
+        """Returns the number of the GPU to launch on."""
         return self._runtime.answer("DeviceOrdinal_Get", self._frame[_CONTEXT])
 
     def _items(self, position: int) -> list[int]:
@@ -127,7 +127,7 @@ class Call:
 
 
 class _Runtime:
-    """XLA's table of functions, whose address stays the same."""
+    """XLA's table of functions, at a constant address."""
 
     def __init__(self, address: int) -> None:
         self._api = _Api.from_address(address)
@@ -138,7 +138,7 @@ class _Runtime:
         return "XLA's FFI {}.{}".format(*self.version)
 
     def function(self, name: str) -> Any:
-        """The function of this name, which takes the address of a struct and returns 0 or the address of an error."""
+        """Returns a function by name; it takes the address of a struct and returns 0 or the address of an error."""
         entry = self._functions.get(name)
         if entry is None:
             slot = getattr(_Api, name)
@@ -148,21 +148,21 @@ class _Runtime:
         return entry
 
     def answer(self, name: str, context: int) -> int:
-        """The answer of a function about an execution, such as its stream."""
-        query = _QUERY()  # why zeros: some answers fill only half a word
+        """Returns a property of an execution, such as its stream."""
+        query = _QUERY()  # zeros: some answers fill only half a word
         query[0], query[2] = _QUERY_BYTES, context
         if error := self.function(name)(query):
             raise RuntimeError(f"XLA_FFI_{name}: {self.taken(error)}")
         return query[-1]
 
     def error(self, message: bytes, code: int) -> int:
-        """Address of a new XLA error."""
+        """Returns the address of a new XLA error."""
         created = _Create(ctypes.sizeof(_Create), None, message, code)
         error_address: int = self.function("Error_Create")(ctypes.addressof(created))
         return error_address
 
     def taken(self, error: int) -> str:
-        """The message of an error, which is then destroyed."""
+        """Returns the message of an error, and destroys the error."""
         query = _Error(ctypes.sizeof(_Error), None, error, None)
         self.function("Error_GetMessage")(ctypes.addressof(query))
         message = (query.message or b"").decode(errors="replace")
@@ -186,22 +186,22 @@ def register(name: str, platform: str, traits: int, run: Callable[[Call], None])
     if is_registered:
         return
     thunk = _HANDLER(lambda frame: _enter(key, traits, frame))
-    # why: executables may call the handler until the process ends, as XLA cannot be made to forget it.
+    # Leaked on purpose: XLA cannot unregister a handler, and executables may call it until the process ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thunk))
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(thunk, _POINTER).value), platform=platform)
-    except Exception as error:  # why: jaxlib raises exceptions of its own types
+    except Exception as error:  # jaxlib raises exception types of its own
         del _handlers[key]
         raise UnsupportedError(f"XLA does not take the handler {name} for {platform} ({error}); {_UPDATE}") from error
 
 
-# The handlers of this process. why `globals()`: XLA keeps the handlers that were registered before a reload.
+# The handlers of this process. They survive a reload (`globals()`), as XLA keeps those registered before it.
 _handlers: dict[tuple[str, str], Callable[[Call], None]] = globals().get("_handlers", {})
 
 
 def _enter(key: tuple[str, str], traits: int, address: int) -> int:
-    """XLA calls this with the address of a call frame; it returns 0 or the address of an error."""
-    # why: an exception that leaves this function is only printed, and XLA reads a random register as its answer.
+    """Runs the handler on the call frame at an address; returns 0 or the address of an error to XLA."""
+    # An exception that left this function would only be printed, and XLA would read a random register as the result.
     try:
         frame = _words(address, _FRAME_WORDS)
         if frame[_EXTENSION] and (extension := _Extension.from_address(frame[_EXTENSION])).type == _METADATA:
@@ -216,7 +216,7 @@ def _enter(key: tuple[str, str], traits: int, address: int) -> int:
 
 
 def check_fits(runtime: _Runtime, frame_bytes: int) -> None:
-    """Raises UnsupportedError if a call frame is not of the version that is mirrored here."""
+    """Raises UnsupportedError if a call frame has another version than the one mirrored here."""
     if runtime.version[0] != VERSION[0]:
         raise UnsupportedError(f"{runtime} is there; cuflash speaks {VERSION[0]}.x: {_UPDATE}")
     if frame_bytes < ctypes.sizeof(_Frame):
@@ -233,13 +233,13 @@ def _fitting(address: int, frame_bytes: int) -> _Runtime:
 
 
 def _error_of(address: int, error: BaseException) -> int:
-    """Address of an XLA error with the message of a Python exception."""
+    """Returns the address of an XLA error with the message of a Python exception."""
     try:
         is_user_error = isinstance(error, (ProblemError, UnsupportedError))
         message = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
         api = _Frame.from_address(address).api
         return _runtime(api).error(message, _INVALID_ARGUMENT if is_user_error else _INTERNAL)
     except BaseException:
-        # why abort: a return would tell XLA that the results were written.
+        # Abort: after a return XLA would take the results as written.
         traceback.print_exc()
         os.abort()

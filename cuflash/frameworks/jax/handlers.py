@@ -1,8 +1,8 @@
-"""The handlers that XLA calls: attention on the buffers of a call frame, by kernels on a GPU and by NumPy on the CPU.
+"""Handlers that XLA calls: attention on the buffers of a call frame, by kernels on a GPU and by NumPy on the CPU.
 
-Operands and results are those of the ops, in the same order; what is like lse has an extra last axis of length 1. A
-call names its operands in the op's order, so that absent ones are known. The name "kv" is of one
-operand that holds k and v, as halves of its last axis: XLA has no views, and would copy each of them.
+Operands and results follow the ops' order; arrays shaped like lse have an extra last axis of length 1. A call
+lists its operands' names, in the op's order; names not listed are absent operands. An operand "kv" holds k and v as
+halves of its last axis: XLA has no views, and would copy each half.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMES = {row.xla: name for name, row in DTYPES.items()} | dict(
     enumerate(("bool", "int8", "int16", INTEGERS, "int64", "uint8", "uint16", "uint32", "uint64"), 1)
 )  # by XLA_FFI_DataType
 _FORMAT_VERSION = 5
-# Names of operands in exported programs, where these differ from today's.
+# Names of operands in exported programs that differ from the current ones.
 _WRITTEN_NAMES = {"mask_tiles": "cells"}
 _READ_NAMES = {name: today for today, name in _WRITTEN_NAMES.items()}
 Shape = tuple[int, ...]
@@ -53,10 +53,9 @@ Shape = tuple[int, ...]
 class CallOptions(NamedTuple):
     """The options of a call and the names of its operands.
 
-    A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `from_end` both count from
-    seqlen_k - seqlen_q of the query's sequence (`mask_from_end` of kernels). They are normalised, so that masks which
-    hide the same keys are equal.
-    functions: mods. grads: the numbers of the arrays whose gradients are results.
+    Query i of a sequence sees keys i + lo … i + hi; None for an open side. With `from_end` both count from the
+    sequence's seqlen_k - seqlen_q (`mask_from_end` of kernels). They are normalised: masks that hide the same keys are
+    equal. functions: mods. grads: the numbers of the arrays whose gradients are results.
     """
 
     lo: int | None
@@ -76,10 +75,10 @@ class CallOptions(NamedTuple):
 
     @classmethod
     def from_problem(cls, problem: Problem, names: tuple[str, ...]) -> CallOptions:
-        """The options of a problem whose operands are these."""
+        """Returns the options of a problem with these operands."""
         options, varlen, mask = problem.options, problem.seqlen_info, problem.mask
         lo, hi, from_end = (mask.lo, mask.hi, False) if varlen is None else varlen.bounds
-        if lo > hi != OPEN and not from_end:  # why: no window says that no query sees a key
+        if lo > hi != OPEN and not from_end:  # no key is visible, which no window expresses
             lo = hi = MOST if varlen else mask.seqlen_k
         return cls(
             lo=None if lo == OPEN and varlen else lo,
@@ -99,20 +98,20 @@ class CallOptions(NamedTuple):
 
     @property
     def is_band(self) -> bool:
-        """True where window_size cannot express lo and hi, as both lie on one side of the diagonals."""
+        """True if window_size cannot express lo and hi: both lie on one side of the diagonals."""
         lo, hi = self.lo, self.hi
         return self.from_end and ((lo is not None and lo > 0) or (hi is not None and hi < 0))
 
     def op(self, target: str) -> Op:
-        """The op of a target in such a call."""
+        """Returns the op of a target for these options."""
         mod_spec = None if self.functions is None else self.functions.mod_spec
         op = op_of(target, self.names, mod_spec, self.grads if target == BACKWARD else ())
         return banded(op, Band(self.lo, self.hi, True)) if self.is_band else op
 
     def options(self) -> Options:
-        """The arguments of a call whose problem has these options."""
+        """Returns the `Options` of a call with these options."""
         lo, hi = (None, None) if self.is_band else (self.lo, self.hi)
-        # why: a window goes around its diagonal, which is one of the bounds if it is the same for all sequences.
+        # A window contains its diagonal: if all sequences share the diagonal, it is one of the bounds.
         offset = None if self.from_end else hi if lo is None else lo
         base = offset or 0
         return Options(
@@ -130,15 +129,15 @@ class CallOptions(NamedTuple):
 
 
 class CallSpec(NamedTuple):
-    """All of a call but its addresses. It is the call's attribute in XLA, under which its `LoadedCall` is kept."""
+    """A call without addresses. It is the call's attribute in XLA, and the cache key of its `LoadedCall`."""
 
     static: CallOptions
-    shapes: tuple[Shape, ...] = ()  # of the named operands; none on the CPU
+    shapes: tuple[Shape, ...] = ()  # by operand name; () on the CPU
     dtypes: tuple[str, ...] = ()
     workspace: int = 0  # floats of the call's workspace
 
     def encode(self) -> np.ndarray[Any, Any]:
-        """The description as 64-bit numbers, because JAX keeps it in compilation caches and exported programs."""
+        """Returns the spec as 64-bit numbers, for compilation caches and exported programs."""
         static = self.static._replace(names=tuple(_WRITTEN_NAMES.get(name, name) for name in self.static.names))
         text = json.dumps(self._replace(static=static), default=Functions.encoded).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
@@ -146,7 +145,7 @@ class CallSpec(NamedTuple):
 
     @classmethod
     def decode(cls, attribute: bytes) -> CallSpec:
-        """The inverse of `encode`; raises UnsupportedError if another version of the library wrote the attribute."""
+        """Returns the spec of an attribute; raises UnsupportedError for one that another cuflash version wrote."""
         if int.from_bytes(attribute[:8], "little") != _FORMAT_VERSION:
             raise UnsupportedError(
                 "the program was lowered by another version of cuflash, whose options this one does not read; lower or "
@@ -163,7 +162,7 @@ class CallSpec(NamedTuple):
         return cls(static, tuple(map(tuple, shapes)), tuple(dtypes), workspace)
 
     def problem(self, target: str, device: str) -> Problem:
-        """The problem of the call."""
+        """Returns the problem of the call."""
         op = self.static.op(target)
         return Problem.from_specs(
             op, specs_of(op, self.static.names, self.shapes, self.dtypes, device), self.static.options()
@@ -172,7 +171,7 @@ class CallSpec(NamedTuple):
 
 @lru_cache(maxsize=256)
 def op_of(target: str, names: tuple[str, ...], mod_spec: ModSpec | None = None, grads: tuple[int, ...] = ()) -> Op:
-    """The op of a target: the dense one, or the varlen one if one of the operands is a varlen array.
+    """Returns the op of a target: the varlen one if an operand is a varlen array, else the dense one.
 
     mod_spec and grads: as in `operands.mod_op`.
     """
@@ -183,19 +182,19 @@ def op_of(target: str, names: tuple[str, ...], mod_spec: ModSpec | None = None, 
 
 
 def is_like_lse(name: str) -> bool:
-    """Whether an operand has the axes of lse, and so an extra one in XLA."""
+    """True if an operand has lse's axes, and so an extra axis in XLA."""
     return name in _LIKE_LSE
 
 
 def axes_of(op: Op, name: str, rank_q: int, rank_k: int) -> list[str]:
-    """The axes of an operand in XLA, where q and k have these ranks."""
+    """Returns the axes of an operand in XLA, where q and k have these ranks."""
     axes = op.operands[op.index[name]].axes
     missing = MISSING_AXES[{"batch_q": rank_q, "batch_k": rank_k}.get(axes[0], 4)]
     return [axis for axis in axes if axis not in missing] + ["one"] * is_like_lse(name)
 
 
 def halved(names: Sequence[str], shapes: Iterable[Shape]) -> dict[str, Shape]:
-    """The shapes of the operands by name, k and v instead of "kv"."""
+    """Returns the shapes of the operands by name, k and v instead of "kv"."""
     shapes_by_name: dict[str, Shape] = {}
     for name, shape in zip(names, shapes, strict=True):
         shapes_by_name |= dict.fromkeys("kv", (*shape[:-1], shape[-1] // 2)) if name == "kv" else {name: shape}
@@ -205,7 +204,7 @@ def halved(names: Sequence[str], shapes: Iterable[Shape]) -> dict[str, Shape]:
 def specs_of(
     op: Op, names: Sequence[str], shapes: Sequence[Shape], dtypes: Sequence[str], device: str = "cpu"
 ) -> list[ArraySpec | None]:
-    """The arrays of an op's inputs, None for those that are not named."""
+    """Returns the specs of an op's inputs; None for inputs without a name in the call."""
     specs: dict[str, ArraySpec] = {}
     for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
         spec = ArraySpec.contiguous(shape[:-1] if is_like_lse(name) else shape, dtype, device, "jax")
@@ -215,10 +214,10 @@ def specs_of(
 
 
 class Activity(contextlib.ContextDecorator):
-    """Tells whether any of the functions that it decorates runs, in whatever thread."""
+    """Counts running calls of the functions that it decorates, over all threads."""
 
     def __init__(self) -> None:
-        # why no lock of locks.py: XLA does not run in a child by fork, and each call would take 1 µs longer.
+        # A plain lock: XLA does not run in a forked child, and a lock of locks.py costs 1 µs a call.
         self._lock, self._running, self._ended = threading.Lock(), 0, -math.inf
 
     def __enter__(self) -> None:
@@ -230,7 +229,7 @@ class Activity(contextlib.ContextDecorator):
             self._running, self._ended = self._running - 1, time.monotonic()
 
     def wait(self, quiet: float) -> None:
-        """Waits until none of them has run for `quiet` seconds."""
+        """Waits until no call has run for `quiet` seconds."""
         while self._running or time.monotonic() < self._ended + quiet:
             time.sleep(quiet / 10)
 
@@ -271,12 +270,12 @@ def run_on_cuda(target: str, frame: ffi.Call) -> None:
 
 
 class LoadedCall(NamedTuple):
-    """What a thread keeps for the calls of a program with one attribute."""
+    """A thread's cached state for calls of a program with one attribute."""
 
     call: CachedCall
-    absent: tuple[int, ...]  # places of the op's inputs that the calls do not have, rising
-    half: int  # bytes from k to v where one operand holds both; else 0
-    workspace_bytes: int  # that the program gives
+    absent: tuple[int, ...]  # positions of the op's inputs that the calls lack, ascending
+    half: int  # bytes from k to v in an operand that holds both; else 0
+    workspace_bytes: int  # of the program's workspace
 
     def check_workspace(self, needing: CachedCall | LoadedPlan) -> None:
         """Raises UnsupportedError if the program's workspace is smaller than these kernels need."""
@@ -289,9 +288,9 @@ class LoadedCall(NamedTuple):
 
 
 def load(target: str, call_spec: CallSpec, ordinals: Sequence[int]) -> int:
-    """Compiles and loads what such calls launch on these GPUs; returns the floats of the largest workspace.
+    """Compiles and loads the kernels of such calls on these GPUs; returns the floats of the largest workspace.
 
-    A GPU that cannot run them is passed over as long as another one can; a call on that GPU raises the reason.
+    A GPU that cannot run them is skipped as long as another one can; a call on that GPU raises the reason.
     """
     workspace, loaded, refused = 0, 0, None
     for ordinal in ordinals:
@@ -312,13 +311,13 @@ def load(target: str, call_spec: CallSpec, ordinals: Sequence[int]) -> int:
 
 
 def _loaded(target: str, attribute: bytes, ordinal: int) -> LoadedCall:
-    """What this thread keeps for calls with this attribute."""
+    """Returns this thread's cached state for calls with this attribute."""
     key = threading.get_ident(), target, ordinal, attribute
     loaded: LoadedCall | None = CALL_CACHE.get(key)
     if loaded is None:
         call_spec = CallSpec.decode(attribute)
-        # why: the kernels were loaded when the program was lowered, unless another process did that (jax.export).
-        # Then they are loaded in the first call, which may be captured.
+        # Lowering loaded the kernels, unless it ran in another process (jax.export). Then the first call loads them,
+        # and it may be captured.
         with relaxed_capture():
             call = _call(target, call_spec, ordinal)
         absent = tuple(place for place, _ in enumerate(call.problem.op.inputs) if call.problem.specs[place] is None)
@@ -335,7 +334,7 @@ def _call(target: str, call_spec: CallSpec, ordinal: int) -> CachedCall:
 
 
 def _view(buffer: ffi.Buffer) -> np.ndarray[Any, Any]:
-    """A NumPy view of a buffer in host memory."""
+    """Returns a NumPy view of a buffer in host memory."""
     dtype, shape = numpy_dtype(_NAMES[buffer.dtype]), buffer.shape
     size = dtype.itemsize * math.prod(shape)
     if not size:

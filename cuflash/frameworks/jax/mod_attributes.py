@@ -1,7 +1,6 @@
 """Mods in XLA's programs: as a part of a call's attribute, and under vmap.
 
-The attribute has the whole expressions. why not a number of this process: programs outlive it, in compilation caches
-and exported.
+The attribute holds whole expressions, because programs outlive the process: in compilation caches and exports.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ...problem.operands import MOD_KINDS, SINKS, Operand
 
 
 class Functions:
-    """What a call changes in scores and weights, where equal ones are equal and have a short name."""
+    """The mods of a call, hashable and equal by digest, with a short repr."""
 
     __slots__ = ("__weakref__", "mod_spec")
 
@@ -25,7 +24,7 @@ class Functions:
 
     @classmethod
     def from_spec(cls, mod_spec: ModSpec) -> Functions:
-        """The one of these functions."""
+        """Returns the interned instance for a spec."""
         functions = _functions_by_digest.get(mod_spec.digest)
         if functions is None:
             functions = _functions_by_digest.setdefault(mod_spec.digest, cls(mod_spec))
@@ -53,17 +52,17 @@ class Functions:
         return _functions_by_digest.get(digest) or cls.from_spec(ModSpec.decoded(encoded))
 
 
-# why weak: they live as long as the programs that have them.
+# Weak values: functions live as long as the programs that hold them.
 _functions_by_digest: weakref.WeakValueDictionary[str, Functions] = weakref.WeakValueDictionary()
 
 
 def is_mod_operand(operand: Operand) -> bool:
-    """Whether an operand of an op, or the array whose gradient it is, is read by scores and masks of the caller's."""
+    """True if an operand of an op, or the array whose gradient it is, belongs to mods."""
     return operand.dtype in MOD_KINDS or operand.name == SINKS.name
 
 
 def differentiable(mod_spec: ModSpec) -> tuple[int, ...]:
-    """The numbers of the arrays that may have gradients; that after the last one is of the sinks."""
+    """Returns the numbers of the arrays that may have gradients. Sinks have the number after the last array."""
     loads = [] if mod_spec.score is None else [each for each in post_order([mod_spec.score]) if each.op == "load"]
     numbers = {each.value for each in loads if mod_spec.arrays[each.value].type.is_float}
     return *sorted(numbers), *([len(mod_spec.arrays)] if mod_spec.has_sinks else [])
@@ -78,10 +77,10 @@ def folded(
     is_outer: bool,
     apart: frozenset[str],
 ) -> tuple[tuple[str, ...], Functions]:
-    """The names of a call's operands, and its functions, where an axis, "b" or "h", becomes `size` times as long.
+    """Returns operand names and functions after vmap, with axis "b" or "h" `size` times as long.
 
-    length: of the axis before. is_outer: whether what was added stands before it. apart: the arrays that are others for
-    each of what was added, which is their first axis then.
+    length: the axis before. is_outer: the new axis is the outer one. apart: the arrays that differ along the new axis,
+    which is then their first axis.
     """
     mod_spec, whole = functions.mod_spec, variable(axis)
     if not apart and not any(root is not None and axis in root.inputs for root in (mod_spec.score, mod_spec.mask)):
@@ -94,7 +93,7 @@ def folded(
         None if root is None else _with_place(substituted(root, {whole: inner}), numbers, place)
         for root in (mod_spec.score, mod_spec.mask)
     )
-    # why a bias is none any more: its first two axes are not those of the call.
+    # A bias becomes a captured array: its first two axes no longer match the call's.
     kinds = tuple(
         each._replace(name=f"captured{number}", rank=each.rank + (number in numbers))
         for number, each in enumerate(mod_spec.arrays)
@@ -108,7 +107,7 @@ def folded(
 
 
 def _with_place(root: Node, numbers: frozenset[int], place: Node) -> Node:
-    """The same expression, where the arrays of these numbers have one more axis, with this index."""
+    """Returns the expression with one more first axis, at index `place`, in the arrays of these numbers."""
 
     def rule(x: Node, arguments: list[Node]) -> Node:
         return rebuilt(x, [place, *arguments] if x.op == "load" and x.value in numbers else arguments)

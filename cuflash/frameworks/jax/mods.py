@@ -1,7 +1,7 @@
-"""Mods (score_mod, mask_mod, bias, sinks, dropout) in JAX: what `attention` does with them.
+"""Mods (score_mod, mask_mod, block_mask, bias, sinks, dropout) of `attention` in JAX.
 
-All arrays that they read are operands of the call: also those that functions refer to, and the mask tiles of a block
-mask. So these may be traced values: arguments of a jitted function, or what is differentiated or mapped.
+All arrays that mods read are operands of the call: bias, captured arrays and the mask tiles of a block mask. They may
+therefore be traced: arguments of a jitted function, differentiated or mapped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEEDS = "an int of 64 bits, a key of jax.random, or an array of one integer or 
 def mod_operands(
     mod_args: ModArgs, dropout_seed: Any, varlen_args: tuple[Any, ...], options: Options
 ) -> tuple[Op, dict[str, Any]]:
-    """The op of a call, and what it reads beside the operands of a plain one, by name and in order.
+    """Returns the op of a call, and its operands after the plain ones, by name and in order.
 
     varlen_args: the arrays of lengths, in the op's order, or none.
     """
@@ -55,7 +55,10 @@ def mod_operands(
 
 
 def _checked(block_mask: Any) -> Any:
-    """A block mask, if its arrays are JAX's. why no others: JAX may have narrower ones than those it was made of."""
+    """Returns a block mask whose arrays are JAX's.
+
+    Others are refused: JAX may narrow their dtypes (int64 to int32), which changes the mask.
+    """
     if isinstance(block_mask, BlockMask) and not isinstance(block_mask.cells, jax.Array):
         raise ProblemError(
             f"block_mask was made of arrays of {type(block_mask.cells).__module__}; give create_block_mask a JAX array "
@@ -65,7 +68,7 @@ def _checked(block_mask: Any) -> Any:
 
 
 class _Frame(NamedTuple):
-    """All of a block mask but its arrays. Programs are made once for those that are equal in it."""
+    """All of a block mask but its arrays. Block masks with equal frames share compiled programs."""
 
     root: Node
     kinds: tuple[tuple[Any, ...], ...]
@@ -99,7 +102,7 @@ def check_seed(seed: Any) -> None:
 
 
 def _seed(seed: Any) -> Any:
-    """A seed as two numbers of 32 bits, the low one first, or as one of 64 bits."""
+    """Returns a seed as two 32-bit numbers, the low one first, or as one 64-bit number."""
     if isinstance(seed, np.ndarray) and seed.dtype.kind in "iu":  # before JAX narrows integers of 64 bits
         if seed.size == 1:
             seed = seed.item()
@@ -115,28 +118,28 @@ def _seed(seed: Any) -> Any:
     if not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = checked_array("dropout_seed", seed)
         is_narrow = jnp.issubdtype(seed.dtype, jnp.integer) and seed.dtype.itemsize < 8
-        # An int is one int32 as an argument of a jitted function, and drops what it drops elsewhere.
+        # A jitted function gets an int as an int32, which drops the same weights as the int.
         return _words(seed.reshape(())) if is_narrow and seed.size == 1 else seed
     if seed.shape:
         raise ProblemError(f"dropout_seed has {seed.shape} keys; give one")
     words = jax.random.key_data(seed)
-    # why: keys of other generators repeat themselves.
+    # Keys of other generators repeat their words: draw two instead.
     return words if words.shape == (2,) else jax.random.bits(seed, (2,), np.uint32)
 
 
 def _words(seed: jax.Array) -> jax.Array:
-    """An integer of at most 32 bits as the words of one of 64 bits."""
+    """Returns the two words of an integer of at most 32 bits, extended to 64."""
     low = seed.astype(np.int32 if jnp.issubdtype(seed.dtype, jnp.signedinteger) else np.uint32)
     return jnp.stack([low.astype(np.uint32), (low < 0).astype(np.uint32) * np.uint32(0xFFFFFFFF)])
 
 
 def _graph(function: Any, kind: str) -> Graph | None:
-    """The graph of a function, whose arrays are JAX's."""
+    """Returns the graph of a function, over JAX's arrays."""
     if function is None:
         return None
     try:
         graph = trace(function, kind)
-    except Exception as error:  # why all: functions of JAX raise what they like when they get a traced value
+    except Exception as error:  # JAX's functions raise exceptions of any type for a traced value
         if not callable(function):
             raise
         graph = _graph_by_jax(function, kind, error)
@@ -152,25 +155,25 @@ def _graph(function: Any, kind: str) -> Graph | None:
 
 
 def _decides(graph: Graph, number: int) -> bool:
-    """Whether an array holds integers, or floats that decide a mask or an index."""
+    """True if an array holds integers, or floats that decide a mask or an index."""
     loads = (x for x in post_order([graph.root]) if x.op == "load" and x.value == number)
     return any(x.type != Type.FLOAT32 for x in loads)
 
 
 def _is_kept(array: np.ndarray[Any, Any], dtype: Any) -> bool:
-    """Whether the values of an array stay as they are in another dtype."""
+    """True if the values of an array are unchanged in another dtype."""
     with np.errstate(all="ignore"):
         return np.array_equal(array.astype(dtype).astype(array.dtype), array, equal_nan=array.dtype.kind == "f")
 
 
 def _graph_by_jax(function: Any, kind: str, error: Exception) -> Graph:
-    """The graph of a function that JAX traces; `error` is why it could not be traced without."""
+    """Returns the graph of a function that JAX traces. error: the reason why cuflash could not trace it."""
     scalars = [jax.ShapeDtypeStruct((), np.dtype("float32" if x == "score" else "int32")) for x in SIGNATURES[kind][0]]
     try:
         closed = jax.make_jaxpr(function)(*scalars)
     except Exception as other:
         if isinstance(error, ProblemError) or type(other) is type(error):
-            raise error from None  # why: JAX has no more to say of it
+            raise error from None  # JAX's error would add nothing
         raise ProblemError(
             f"{_line_of(error)}{kind} cannot be traced: it calls functions that take JAX's own tracers alone, and JAX "
             f"does not trace it ({type(other).__name__}: {str(other).partition(chr(10))[0]}); write it with operators, "
@@ -180,7 +183,7 @@ def _graph_by_jax(function: Any, kind: str, error: Exception) -> Graph:
 
 
 def _line_of(error: Exception) -> str:
-    """The last line of the user's on the way to an error."""
+    """Returns the last line of the user's code in an error's traceback."""
     where, traceback = "", error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -191,7 +194,7 @@ def _line_of(error: Exception) -> str:
 
 
 def _of_arrays(graph: Graph, arrays: list[Any]) -> Graph:
-    """The same graph of other arrays. why: JAX may have narrower ones of NumPy's."""
+    """Returns the graph over other arrays, whose dtypes may be narrower: JAX may narrow NumPy's."""
     captured = [CapturedArray(x, name_of_dtype(x.dtype), tuple(x.shape), type_of_dtype(x.dtype)) for x in arrays]
     if all(new.dtype == old.dtype for new, old in zip(captured, graph.arrays, strict=True)):
         return Graph(graph.root, tuple(captured), graph.digest)

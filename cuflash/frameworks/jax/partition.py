@@ -1,8 +1,7 @@
-"""How calls are partitioned under plain `jit`: over batch and heads, of which a device needs its own alone.
+"""Partitioning of calls under plain `jit`: over batch and heads, so that a device needs its part alone.
 
-A call whose program runs on several devices, and is not inside `shard_map`, tells XLA's partitioner how its operands
-may be split (a Shardy rule, where each axis has a factor), and what each device does with its part: the same call.
-Without this, every device would gather whole arrays.
+Outside of `shard_map`, a call on several devices has a rule for XLA's partitioner (Shardy; each axis has a
+factor). Each device then runs the same call on its part. Without the rule, every device would gather whole arrays.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from ...problem.operands import VARLEN_ARGS, Op
 from .handlers import CallOptions, Shape, axes_of
 
 BATCH, HEADS, GROUP = "batch", "heads", "group"  # the factors that may be split, and the query heads of a kv head
-# Given like this, sequences are rows of a batch. With others they are packed, or share a cache.
+# Varlen arrays of sequences that are rows of a batch. With others, sequences are packed or share a cache.
 _OF_ROWS = {"seqused_q", "seqused_k"}
 
 
 def lowered(primitive: Any, context: Any, operands: Sequence[Any], static: CallOptions) -> Any:
-    """What XLA partitions in place of a call that is lowered in this context; None if it is not to be partitioned.
+    """Returns the partitioned form of a call that is lowered in this context; None for calls that stay whole.
 
-    why not with functions of the caller: b and h would count in a part. why not for export: what partitions a call is
-    known to this process alone.
+    Calls with mods stay whole: b and h would count within a part. Exports stay whole, too: the rule exists in this
+    process alone.
     """
     module = context.module_context
     axes = module.axis_context
@@ -38,7 +37,7 @@ def lowered(primitive: Any, context: Any, operands: Sequence[Any], static: CallO
         return None
     if module.lowering_parameters.for_export or not jax.config.jax_use_shardy_partitioner:
         return None
-    # why any devices: they are counted alone, as shardings hold their numbers.
+    # Any devices will do: only their count matters, as shardings hold their numbers.
     devices = tuple(jax.devices(module.platforms[0])[: axes.num_devices])
     module = module.replace(axis_context=ShardingContext(axes.num_devices, devices))
     call = mlir.lower_fun(_partitioned(primitive, static), multiple_results=True)
@@ -47,7 +46,7 @@ def lowered(primitive: Any, context: Any, operands: Sequence[Any], static: CallO
 
 @functools.lru_cache(maxsize=1024)
 def _partitioned(primitive: Any, static: CallOptions) -> Any:
-    """The call as a function of its operands that XLA partitions."""
+    """Returns the call as a function of its operands that XLA partitions."""
     op = static.op(primitive.name)
 
     def call(*operands: Any) -> tuple[Any, ...]:
@@ -59,12 +58,12 @@ def _partitioned(primitive: Any, static: CallOptions) -> Any:
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, Any, Any]:
         axes, of_results = _axes(op, static.names, [x.shape for x in operands])
         parts = _Parts.from_sharding(operands[0].sharding, axes[0])
-        lengths = dict(zip(axes[1], operands[1].shape, strict=True))  # of k, whose heads are those that are split
+        lengths = dict(zip(axes[1], operands[1].shape, strict=True))  # of k: its heads are the ones split
         parts = parts.fitting(lengths.get(BATCH, 1), lengths.get(HEADS, 1))
         return mesh, call, tuple(map(parts.sharding, of_results)), tuple(map(parts.sharding, axes))
 
     function = custom_partitioning(call)
-    # why not decoded: a mesh axis of 4 may split two kv heads into two parts, which no name of an axis tells.
+    # Not decoded: a mesh axis of 4 may split two kv heads into two parts, which no axis name can express.
     function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return function
 
@@ -77,20 +76,20 @@ class _Parts(NamedTuple):
 
     @classmethod
     def from_sharding(cls, sharding: Any, axes: Sequence[str]) -> _Parts:
-        """Those of an array with these axes."""
+        """Returns the parts of an array with these axes."""
         devices = tuple(sharding._device_assignment)
         tiled = sharding._hlo_sharding
         if not tiled.is_tiled():
             return cls(devices, np.arange(len(devices)).reshape(1, 1, -1))
         numbers = np.reshape(tiled.tile_assignment_devices(), tiled.tile_assignment_dimensions())
-        numbers = numbers[(None,) * 2 + (...,)]  # an axis that is not there has one part
+        numbers = numbers[(None,) * 2 + (...,)]  # an absent axis has one part
         for place, name in enumerate((BATCH, HEADS)):
             if name in axes:
                 numbers = np.swapaxes(numbers, place, 2 + axes.index(name))
         return cls(devices, numbers.reshape(*numbers.shape[:2], -1))
 
     def fitting(self, batch: int, heads: int) -> _Parts:
-        """The same, but where parts of these lengths would differ the axis is whole."""
+        """Returns parts whose axis is whole where these lengths are not divisible."""
         numbers = self.numbers
         if batch % numbers.shape[0]:
             numbers = numbers.transpose(1, 0, 2).reshape(1, numbers.shape[1], -1)
@@ -99,11 +98,11 @@ class _Parts(NamedTuple):
         return self._replace(numbers=numbers)
 
     def sharding(self, axes: Sequence[str]) -> GSPMDSharding:
-        """How an array with these axes is placed."""
+        """Returns the sharding of an array with these axes."""
         batch, heads, _ = self.numbers.shape
         numbers = self.numbers.transpose(1, 0, 2) if BATCH not in axes else self.numbers
         split = {BATCH: batch, HEADS: heads}
-        dimensions = [split.get(axis, 1) for axis in axes]  # the batch stands before the heads in all of them
+        dimensions = [split.get(axis, 1) for axis in axes]  # batch stands before heads in every array
         op_sharding = xla_client.OpSharding()
         op_sharding.type = xla_client.OpSharding.Type.OTHER
         op_sharding.tile_assignment_dimensions = [*dimensions, numbers.size // int(np.prod(dimensions))]
@@ -113,7 +112,7 @@ class _Parts(NamedTuple):
 
 
 def _axes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[list[str]], list[list[str]]]:
-    """The axes of the operands and of the results: BATCH and HEADS for what may be split, and others by their names."""
+    """Returns the axes of operands and results: BATCH and HEADS for axes that may be split, others by name."""
     of_rows = _OF_ROWS.issuperset(name for name in names if name in VARLEN_ARGS)
     split = {"heads_q": HEADS, "heads_kv": HEADS}
     split |= dict.fromkeys(("batch_q", "batch_k", "batch"), BATCH) if of_rows else {}
@@ -128,10 +127,10 @@ def _axes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[l
 def _rule(
     op: Op, names: Sequence[str], shapes: Sequence[Shape], of_results: Sequence[Shape]
 ) -> tuple[str, dict[str, Any]]:
-    """Shardy's rule: the factors of each axis, and which of them are whole on every device."""
+    """Returns Shardy's rule: the factors of each axis, and the factors that are whole on every device."""
     axes, result_axes = _axes(op, names, shapes)
     heads_kv = shapes[1][axes[1].index(HEADS)] if HEADS in axes[1] else 1
-    whole: list[str] = []  # in the order in which they are met, as Shardy wants them
+    whole: list[str] = []  # in order of appearance, as Shardy requires
 
     def factors(named: Sequence[str], shape: Sequence[int]) -> Iterator[str]:
         for axis, length in zip(named, shape, strict=True):
@@ -140,7 +139,7 @@ def _rule(
                 yield f"({HEADS} {GROUP})"
             elif axis == BATCH or (axis == HEADS and heads_kv > 1):
                 yield axis
-            else:  # why a factor of its own: what is whole on every device needs no other axis
+            else:  # a separate factor: an axis that is whole on every device needs no partner
                 whole.append(f"whole{len(whole)}")
                 yield whole[-1]
 

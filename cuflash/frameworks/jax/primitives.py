@@ -1,14 +1,13 @@
-"""The two JAX primitives under `attention`: forward and backward, each one call of XLA's foreign function interface.
+"""The two JAX primitives under `attention`, forward and backward; each is one call of XLA's foreign function interface.
 
-Operands and results are those of the ops, and `static.names` tells which inputs there are. Those of q's kind have one
-rank, and so have those of k's kind: x is (batch, seqlen, heads, dim), or lacks the first axis, or the first and third;
-what is like lse is (batch, heads, seqlen, 1), or lacks the first axis, or the first two. int32 operands that tell
-lengths are as they are given. The operands have been checked before.
+Operands and results are the op's, and `static.names` lists the inputs. Arrays like q share one rank, and so do arrays
+like k. They are (batch, seqlen, heads, dim), or without the first axis, or the first and third. Arrays like lse are
+(batch, heads, seqlen, 1), or without the first axis, or the first two. int32 arrays of lengths are unchanged. Operands
+have been validated.
 
-why primitives, and not `jax.ffi.ffi_call`: only the lowering of a primitive knows the platform and the final shapes
-(vmap has been applied), which decide what a GPU needs. There the kernels are compiled and loaded, and a workspace
-becomes an extra result, so that XLA plans its memory like that of any other result. Memory that a handler asks for
-while its stream is captured would be given to others before the graph runs.
+Primitives, instead of `jax.ffi.ffi_call`, because only their lowering has the platform and the final shapes, after
+vmap. It compiles and loads the kernels, and turns the workspace into an extra result, so that XLA plans its memory.
+XLA would reuse memory that a handler allocates during a capture before the graph runs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .mod_attributes import is_mod_operand
 
 
 def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
-    """Shapes of the results: an axis has the length that it has in the operands, whose shapes are given by name."""
+    """Returns the shapes of the results. Each axis has its length in the operands, given by name."""
 
     def axes(name: str) -> list[str]:
         return axes_of(op, name, len(shapes["q"]), len(shapes["k"]))
@@ -67,7 +66,7 @@ def _result_types(target: str, *operands: Any, static: CallOptions) -> list[Any]
 
 
 def checked_array(name: str, array: Any) -> Any:
-    """An operand as a JAX array or tracer, which was checked; NumPy arrays are put on JAX's device."""
+    """Returns an operand as a validated JAX array or tracer; NumPy arrays are copied to JAX's device."""
     if not isinstance(array, (jax.Array, np.ndarray)):
         raise ProblemError(f"{name} is {kind_of(array)}; give a JAX or NumPy array")
     if isinstance(array, np.ndarray):
@@ -80,7 +79,7 @@ def checked_array(name: str, array: Any) -> Any:
 
 
 def as_jax(name: str, array: Any) -> Any:
-    """Anything that JAX makes an array of, as one."""
+    """Returns a value as a JAX array."""
     try:
         return jnp.asarray(array)
     except (TypeError, ValueError):
@@ -89,7 +88,7 @@ def as_jax(name: str, array: Any) -> Any:
 
 
 def refuse_cached(names: Sequence[str]) -> None:
-    """Raises UnsupportedError where gradients are wanted of a call with these operands that has none."""
+    """Raises UnsupportedError for gradients of a call whose keys are in a cache."""
     cached = [name for name in ("page_table", "cache_batch_idx") if name in names]
     if cached:
         raise UnsupportedError(
@@ -100,7 +99,7 @@ def refuse_cached(names: Sequence[str]) -> None:
 
 
 def check_whole(name: str, array: Any) -> None:
-    """Raises UnsupportedError if explicit mesh axes split an array, or say that it is one term of a sum (unreduced)."""
+    """Raises UnsupportedError if explicit mesh axes split an array, or it is one term of a sum (unreduced)."""
     if axes := _axes("unreduced", array):
         raise UnsupportedError(
             f"{name} is unreduced over mesh axes {axes} ({jax.typeof(array)}): a term of a sum that is yet to be "
@@ -115,7 +114,7 @@ def check_whole(name: str, array: Any) -> None:
 
 
 def check_not_reduced(name: str, array: Any) -> None:
-    """Raises UnsupportedError if mesh axes say that an array's gradient must be one term of a sum."""
+    """Raises UnsupportedError if mesh axes require an array's gradient to be one term of a sum."""
     if axes := _axes("reduced", array):
         raise UnsupportedError(
             f"{name} is reduced over mesh axes {axes} ({jax.typeof(array)}), so that its gradient would be a sum that "
@@ -125,14 +124,14 @@ def check_not_reduced(name: str, array: Any) -> None:
 
 
 def _axes(state: str, array: Any) -> str:
-    """The mesh axes over which an array is in this state; its type tells it of manual axes from JAX 0.10 on."""
+    """Returns the mesh axes over which an array has this state; its type lists manual axes from JAX 0.10 on."""
     kind = jax.typeof(array)
     layout = kind.sharding.spec, getattr(kind, "manual_axis_type", None)
     return ", ".join(sorted({str(axis) for x in layout for axis in getattr(x, state, ())}))
 
 
 def _primitive(name: str) -> Any:
-    """The primitive of a target with all its rules."""
+    """Returns the primitive of a target with all its rules."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(functools.partial(_result_types, name))
@@ -146,11 +145,11 @@ def _primitive(name: str) -> Any:
 
 
 def _run_eagerly(primitive: Any, *operands: Any, static: CallOptions) -> Any:
-    # why: a primitive runs only under jit, even where the user turns jit off, or JAX does in its search for the origin
-    # of a NaN. That search must be off in here, or it would find this call and start again without end.
+    # A primitive runs only under jit, even where the user disables jit, or JAX does so to find the origin of a NaN.
+    # That search is off in here, as it would find this call and recurse without end.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _jitted(primitive, static)(*operands)
-    checked = (results[0],) if primitive.name == FORWARD else results  # why: lse is -inf where a query sees no key
+    checked = (results[0],) if primitive.name == FORWARD else results  # lse may be -inf: a query without keys
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     for what, is_debugged, is_bad in (("nan", nans, jnp.isnan), ("inf", infs, jnp.isinf)):
         if is_debugged and any(is_bad(x).any() for x in checked):
@@ -173,16 +172,15 @@ def _refuse_derivatives(name: str, *arguments: Any, **parameters: Any) -> Any:
 def _batched(
     primitive: Any, operands: Sequence[Any], axes: Sequence[int | None], *, static: CallOptions
 ) -> tuple[list[Any], list[int]]:
-    """The rule for vmap: the new axis joins batch, or heads if it stands before them, so that nothing is transposed.
+    """Applies vmap: the new axis joins batch, or heads if it stands before them, so that nothing is transposed.
 
-    With rows that are packed, or keys in pages or in rows of a cache, it joins heads, as all of them have the same
-    lengths then. Functions of the caller are changed so that b and h stay what they were; an array that they refer to
-    has the new axis in front, if it is mapped or its gradient is wanted. Mask tiles get it where q does, if they are
-    not shared. Dropout, which knows b and h by itself, is done in turn.
+    With packed rows, or keys in pages or in rows of a cache, it joins heads: all elements have the same lengths. Mods
+    are rewritten so that b and h keep their meaning. A captured array that is mapped, or gets a gradient, has the new
+    axis in front. Mask tiles that are not shared follow q. Dropout depends on b and h itself, and takes one call for
+    each element.
 
-    why an operand without the axis is copied: TMA cannot address a stride of 0, so that Hopper would run sm80's
-    kernels, which costs more than the copy. (Query heads that share k and v need no vmap: give them to one call, as
-    grouped heads.)
+    An operand without the axis is copied: TMA cannot address a stride of 0, and sm80 kernels on Hopper cost
+    more than the copy. (Query heads that share k and v need no vmap: pass them to one call, as grouped heads.)
     """
     op, names = static.op(primitive.name), static.names
     for name, x in zip(names, operands, strict=True):
@@ -204,7 +202,7 @@ def _batched(
             "over; pack what is mapped as further sequences of one call, or take jax.lax.map"
         )
     of_heads = is_placed or (folded_axis == before_heads and not mapped)
-    apart: frozenset[str] = frozenset()  # arrays of functions that have the new axis, too
+    apart: frozenset[str] = frozenset()  # mod arrays that have the new axis, too
     if static.functions is not None:
         grad_names = {operand.name.removeprefix("d") for operand in op.outputs if is_mod_operand(operand)}
         apart = frozenset(
@@ -220,7 +218,7 @@ def _batched(
     folded_axis = 0 if mapped and folded_axis == before_heads else folded_axis
 
     def place(name: str, rank: int) -> int:
-        """Where the new axis stands in an operand that has this rank without it."""
+        """Returns the position of the new axis in an operand of this rank (without the axis)."""
         if not of_heads:
             return folded_axis
         return rank - (1 if rank == 2 else 2) - is_like_lse(name)
@@ -256,7 +254,7 @@ def _batched(
 def _in_turn(
     primitive: Any, operands: Sequence[Any], axes: Sequence[int | None], static: CallOptions
 ) -> tuple[list[Any], list[int]]:
-    """The rule for vmap where nothing can be folded: one call after the other."""
+    """Applies vmap where nothing can be folded: one call for each element."""
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
 
     def one(parts: list[Any]) -> Any:
@@ -269,10 +267,9 @@ def _in_turn(
 
 
 def _mask_tiles(mask_tiles: Any, axis: int | None, size: int, length: int, mapped_axis: int, is_outer: bool) -> Any:
-    """The mask tiles of a block mask whose axis `mapped_axis`, of batch or heads, becomes `size` times as long as
-    `length`.
+    """Returns mask tiles whose axis `mapped_axis`, batch or heads, grows from `length` to `size * length`.
 
-    axis: where they have the new axis, if at all. is_outer: whether it stands before the axis that it joins.
+    axis: the position of the new axis in them, or None. is_outer: it stands before the axis that it joins.
     """
     if axis is None and mask_tiles.shape[mapped_axis] == 1:
         return mask_tiles
@@ -284,7 +281,7 @@ def _mask_tiles(mask_tiles: Any, axis: int | None, size: int, length: int, mappe
 
 
 def _folded(name: str, shape: Shape, size: int, of_heads: bool) -> Shape:
-    """The shape of an operand with `size` times the heads, or with `size` times the batch, and then with all axes."""
+    """Returns the shape of an operand with `size` times the heads, or with `size` times the batch and all axes."""
     if name in VARLEN_ARGS:
         return (size * shape[0], *shape[1:])
     like_lse = is_like_lse(name)
@@ -303,14 +300,14 @@ def _refuse_platform(name: str, context: Any, *operands: Any, static: CallOption
 
 
 def _lower(primitive: Any, lower: Any, context: Any, *operands: Any, static: CallOptions) -> Any:
-    partitioned = partition.lowered(primitive, context, operands, static)  # the parts come back here
+    partitioned = partition.lowered(primitive, context, operands, static)  # its parts are lowered here, too
     if partitioned is not None:
         return partitioned
     return lower(primitive.name, context, *operands, static=static)
 
 
 def _lower_for_cpu(name: str, context: Any, *operands: Any, static: CallOptions) -> Any:
-    # why no shapes: in an exported program they may be symbols, and the buffers have the real ones.
+    # Without shapes: in an exported program they may be symbolic, and the buffers have the real ones.
     return jax.ffi.ffi_lowering(name)(context, *operands, call=CallSpec(static).encode())
 
 
@@ -349,12 +346,12 @@ def check_numbers(name: str, *shapes: Shape) -> None:
 def _wait_at_exit() -> None:
     """Waits at the exit of the process for calls that still run.
 
-    why: XLA's threads call Python, and a thread that does so when the interpreter is gone never returns, so that the
-    process hangs. Calls whose results nobody holds any more are seen only by `on_cpu`.
+    XLA's threads call Python; a thread that does so after the interpreter is gone never returns, and the process hangs.
+    Calls whose results have no reference any more are visible to `on_cpu` alone.
     """
     if not xla_bridge.backends_are_initialized():
         return
-    with contextlib.suppress(Exception):  # there may be no CPU backend, and errors reach whoever reads a result
+    with contextlib.suppress(Exception):  # there may be no CPU backend; errors are raised where results are read
         for array in jax.live_arrays("cpu"):
             with contextlib.suppress(Exception):
                 array.block_until_ready()

@@ -1,11 +1,12 @@
-"""Attention for PyTorch with gradients; it works with `torch.compile`, `torch.func`, autocast and CUDA graphs.
+"""Attention for PyTorch with gradients, under `torch.compile`, `torch.func`, autocast and in CUDA graphs.
 
 Example::
 
     from cuflash.frameworks.torch import attention, flex_attention
 
-    out = attention(q, k, v, causal=True)    # (batch, seqlen, heads, head_dim); out.sum().backward() works
-    out = flex_attention(q, k, v, score_mod, block_mask)    # (batch, heads, seqlen, head_dim), as PyTorch's own
+    out = attention(q, k, v, causal=True)    # (batch, seqlen, heads, head_dim)
+    out.sum().backward()
+    out = flex_attention(q, k, v, score_mod, block_mask)    # (batch, heads, seqlen, head_dim), as in PyTorch
 """
 
 from __future__ import annotations
@@ -104,35 +105,95 @@ def attention(
     check: bool = False,
     **foreign: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`cuflash.forward` with gradients, which flow through out and through lse.
+    """Computes `cuflash.forward` with gradients, which flow through out and through lse.
 
-    q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
-    head_dim_v), or without batch, or without batch and heads; any strides. Arguments, results and errors are those of
-    `cuflash.forward`, and so are limits and rules for NaN; those of gradients are in `cuflash.backward`.
-    `deterministic=True` asks for bitwise repeatable gradients. Under autocast floating-point inputs are cast to its
-    dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured; with warn_only=True, the
-    gradient of a captured array that is too large for sums in a fixed order is computed with a warning. Tensors on the
-    CPU take the NumPy path. Those on the device meta are validated, and results and gradients have shapes there.
+    Limits and rules for NaN are described in `cuflash.forward`, and for gradients in `cuflash.backward`.
 
-    Variable-length sequences are given as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
-    `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.
-    lse of packed q is (heads_q, total_q). `num_splits` and `split_size` are of the forward alone. `check=True` reads
-    these tensors on a GPU and checks them, as there, between the graphs of torch.compile; torch.func and traces refuse
-    it. A call without such tensors has nothing to check.
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+        Queries: float16, bfloat16 or float32 (float64 on the CPU), with any strides. All of q, k and v may lack batch,
+        or batch and heads.
+    k : Tensor (batch, seqlen_k, heads_kv, head_dim)
+        Keys; heads_q is a multiple of heads_kv.
+    v : Tensor (batch, seqlen_k, heads_kv, head_dim_v)
+        Values.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A finite number above 0.
+    causal : bool, default False
+        Shows key j to query i only if `j <= i + diagonal_offset`.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides of the diagonal; -1 or None for an open side.
+    diagonal_offset : int, default seqlen_k - seqlen_q
+        Alignment of causal masks and windows: bottom-right by default; 0 is top-left.
+    softcap : float, default 0.0
+        A cap c > 0 turns each score into c tanh(score / c).
+    deterministic : bool, default False
+        Makes gradients bitwise repeatable.
+    return_lse : bool, default False
+        Returns (out, lse) instead of out.
+    cu_seqlens_q, cu_seqlens_k : int32 Tensor (batch + 1,), optional
+        Bounds of packed sequences. That side is then (total, heads, head_dim).
+    max_seqlen_q, max_seqlen_k : int, optional
+        Bounds on the lengths. Rows past them do not count.
+    seqused_q, seqused_k : int32 Tensor (batch,), optional
+        Numbers of rows that count in each sequence.
+    page_table : int32 Tensor (batch, max_pages), optional
+        Pages of each sequence; k and v are then (num_pages, page_size, heads_kv, …), without gradients.
+    cache_batch_idx : int32 Tensor (batch,), optional
+        Row of the cache that each sequence reads; k and v then have no gradients.
+    num_splits : int, default 0
+        Largest number of thread blocks that share the keys of a query in forward; 0 for an automatic choice.
+    split_size : int, optional
+        A multiple of 128, for batch-invariant results of forward (see `cuflash.forward`).
+    score_mod : function (score, b, h, q_idx, k_idx), optional
+        Returns the score that replaces a scaled one. Float tensors that it refers to get gradients.
+    mask_mod : function (b, h, q_idx, k_idx), optional
+        Returns True for visible keys, besides causal and window_size.
+    block_mask : BlockMask, optional
+        A mask by `cuflash.create_block_mask`, together with its mask_mod.
+    bias : Tensor, optional
+        Floats to add to scores, or bools (True is visible), broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
+        A float bias gets a gradient.
+    sinks : Tensor (heads_q,), optional
+        One more logit of each head, without a value; float32 or q's dtype. It gets a gradient.
+    dropout_p : float in [0, 1), default 0.0
+        Probability at which weights are dropped.
+    dropout_seed : int or Tensor, optional
+        Seed as in `cuflash.forward`. By default PyTorch's generator draws one on the device: checkpoints restore it,
+        and CUDA graphs advance it.
+    check : bool, default False
+        Reads lengths and indices on a GPU once and checks them. The host waits, and graphs of torch.compile end here.
 
-    score_mod, mask_mod, block_mask, bias, sinks and dropout are those of `cuflash.forward`. Beside q, k and v, the
-    bias, the sinks and all tensors of floats that score_mod refers to get gradients if they require them. With
-    dropout_p and no dropout_seed, one is drawn on the device by PyTorch's generator, which checkpoints restore and CUDA
-    graphs advance. Such calls run between the graphs of torch.compile, not in them, and have no `vmap`.
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, heads_q, head_dim_v)
+        In q's rank and dtype. A query that sees no key has 0.
+    lse : Tensor (batch, heads_q, seqlen_q), with `return_lse`
+        Float32 (float64 for float64) log-sum-exp of visible scores; (heads_q, total_q) for packed q.
 
-    It works under `torch.compile(fullgraph=True)` with dynamic shapes, under `torch.utils.checkpoint`, under
-    `torch.func.grad`, `vjp` and `vmap`, eager and compiled, on several GPUs, and in CUDA graphs (a call before the
-    capture must compile the kernels). Returns out, or (out, lse) with `return_lse`.
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `cuflash.forward`.
+    UnsupportedError
+        For second derivatives, forward-mode differentiation, backward over cached keys, and vmap over variable-length
+        sequences. Also for `check=True` under torch.func and in traces.
 
-    Raises ProblemError, UnsupportedError or CompileError as `cuflash.forward` does; second derivatives, forward-mode
-    differentiation, the backward of calls over cached keys and `vmap` over variable-length sequences are an
-    UnsupportedError.
+    Notes
+    -----
+    It works under `torch.compile(fullgraph=True)` with dynamic shapes, `torch.utils.checkpoint`, and
+    `torch.func.grad`, `vjp` and `vmap`. It runs on several GPUs, and in CUDA graphs whose kernels were compiled
+    before the capture. Calls with mods (score_mod, mask_mod, block_mask, bias, sinks or dropout) run between graphs of
+    torch.compile, and have no vmap.
 
+    Autocast casts floating-point inputs to its dtype, as for PyTorch's attention.
+    `torch.use_deterministic_algorithms` is honoured. With warn_only=True, a captured array too large for sums in a
+    fixed order gets its gradient with a warning. Tensors on the CPU run in NumPy. Tensors on the device meta
+    are validated, and results and gradients have shapes there.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks.torch import attention
     >>> q, k, v = (torch.randn(2, 100, 4, 64, requires_grad=True) for _ in range(3))
@@ -208,22 +269,50 @@ def flex_attention(
     return_aux: Any = None,
     **foreign: Never,
 ) -> Any:
-    """`torch.nn.attention.flex_attention.flex_attention` on cuflash: its arguments, results, layout and gradients.
+    """Computes PyTorch's `flex_attention` on cuflash, with its arguments, results and gradients.
 
-    query (batch, heads, seqlen_q, head_dim), key and value (batch, heads_kv, seqlen_k, …): views of any strides, of
-    which none is copied. Heads that differ need enable_gqa, and a batch of keys may be 1 beside a block mask.
-    block_mask: PyTorch's BlockMask, whose mask_mod is taken and whose cells are made anew by each call, or one of
-    `cuflash.create_block_mask`, which many calls share. A BlockMask without a mask_mod of its own shows whole blocks.
-    kernel_options are hints to PyTorch's own kernels, and without effect here.
+    Parameters
+    ----------
+    query : Tensor (batch, heads, seqlen_q, head_dim)
+        Queries, with any strides, which are never copied.
+    key, value : Tensor (batch, heads_kv, seqlen_k, …)
+        Keys and values. Beside a block mask their batch may be 1.
+    score_mod : function (score, b, h, q_idx, k_idx), optional
+        Returns the new score. Float tensors that it refers to get gradients.
+    block_mask : BlockMask, optional
+        PyTorch's, or one by `cuflash.create_block_mask`, which many calls share. Of PyTorch's each call reads the
+        mask_mod and finds the visible tiles again; without a mask_mod it shows whole blocks.
+    scale : float, default 1/sqrt(head_dim)
+        Softmax scale.
+    enable_gqa : bool, default False
+        Must be True if heads differs from heads_kv.
+    return_lse : bool, default False
+        Returns (out, lse).
+    kernel_options : dict, optional
+        Hints to PyTorch's kernels, without effect here.
+    return_aux : AuxRequest, optional
+        `AuxRequest(lse=True)` returns (out, AuxOutput).
 
-    Returns out (batch, heads, seqlen_q, head_dim_v), whose axes have the order of those of query in memory, except that
-    head_dim_v is always the last. With return_lse it returns (out, lse), and with return_aux=AuxRequest(lse=True) (out,
-    AuxOutput), where lse is a natural logarithm. It needs no torch.compile: a function is traced once and becomes a
-    part of one kernel. Tensors of floats that score_mod refers to get gradients.
+    Returns
+    -------
+    out : Tensor (batch, heads, seqlen_q, head_dim_v)
+        Its axes have query's order in memory, except that head_dim_v is always last.
+    lse : Tensor (batch, heads, seqlen_q), on request
+        A natural logarithm.
 
-    Raises ProblemError where PyTorch's raises ValueError, and UnsupportedError for max_scores. Other errors, limits and
-    rules for NaN are those of `attention`.
+    Raises
+    ------
+    ProblemError
+        Where PyTorch raises ValueError.
+    UnsupportedError
+        For `AuxRequest(max_scores=True)`. Other errors, limits and rules for NaN are described in `attention`.
 
+    Notes
+    -----
+    It needs no torch.compile: a function is traced once and becomes a part of one kernel.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks.torch import flex_attention
     >>> query, key, value = torch.randn(3, 2, 4, 100, 64)
@@ -251,7 +340,7 @@ def flex_attention(
 def _in_order(
     out_axes: tuple[int, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, mod_args: ModArgs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of `attention` with mods, written to memory in which the axes of out have that order."""
+    """Returns (out, lse) of `attention` with mods; the axes of out have that order in memory."""
     if forward_ad._current_level >= 0:
         refuse_tangents(query=q, key=k, value=v)
     if is_autocast(q):
@@ -270,8 +359,33 @@ def triangle_attention(
     *,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """`cuflash.triangle_attention` with gradients of q, k, v and bias: its arguments, results, limits and errors.
+    """Computes `cuflash.triangle_attention` with gradients of q, k, v and bias.
 
+    Parameters
+    ----------
+    q : Tensor (batch, rows, heads, seqlen_q, head_dim)
+        Queries, with any strides.
+    k, v : Tensor (batch, rows, heads_kv, seqlen_k, …)
+        Keys and values.
+    bias : Tensor (batch, heads, seqlen_q, seqlen_k)
+        Floats, added to the scores of every row without a copy.
+    mask : bool Tensor (batch, rows, seqlen_k), optional
+        True for visible keys.
+    softmax_scale : float, default 1/sqrt(head_dim)
+        A finite number above 0.
+
+    Returns
+    -------
+    out : Tensor (batch, rows, heads, seqlen_q, head_dim_v)
+        A query that sees no key has 0.
+
+    Raises
+    ------
+    ProblemError, UnsupportedError, CompileError
+        As in `attention`, which also describes limits.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks.torch import triangle_attention
     >>> q, k, v = torch.randn(3, 1, 50, 4, 50, 32)
@@ -293,7 +407,10 @@ def triangle_attention(
 
 
 def _recorded(*numbers: Any) -> Any:
-    """Returns the function that records a call as an op, or None if the call runs now. numbers: those of the call."""
+    """Returns the function that records a call as an op, or None if the call runs now.
+
+    numbers: softmax_scale and the like, whose types decide under torch.compile.
+    """
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         # Numbers of NumPy are arrays for the compiler.
         return ops.uncompiled_by_op if any(isinstance(x, np.ndarray) for x in numbers) else ops.by_op

@@ -1,7 +1,7 @@
-"""Autograd of attention: Functions over an op and its inputs, plain or with score_mod, bias, sinks and dropout.
+"""Autograd Functions of attention over an op and its inputs, with and without mods.
 
-Functions take `Ops`, which hold no tensor, then q, k, v, the arrays of `VarlenArgs` if the op is one of variable-length
-sequences, and the inputs of mods. All tensors are saved as autograd's saved tensors.
+Inputs are `Ops`, which hold no tensor, then q, k, v, the arrays of `VarlenArgs` (varlen ops alone), and the inputs of
+mods. All tensors are saved as autograd's saved tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MAPPED = (
 class Ops:
     """The ops of a call with gradients and their options, without any tensor.
 
-    grads: for each input of mods, the indices of the results after dq, dk and dv whose sum is its gradient. out_axes:
-    the axes of out from the slowest to the fastest in memory, () if that is their order. must_repeat: the caller
-    requires deterministic gradients, beside PyTorch's setting, which may ask for a warning instead.
+    grads: for each input of mods, the indices of the results after dq, dk and dv whose sum is its gradient.
+    out_axes: the axes of out from the slowest to the fastest in memory; () for the order of the shape.
+    must_repeat: gradients must be deterministic, whatever PyTorch's setting, which may allow a warning instead.
     """
 
     forward: Op
@@ -63,7 +63,7 @@ class Ops:
 
 
 def plain_ops(options: OptionsKey, deterministic: bool, is_varlen: bool) -> Ops:
-    """Returns the ops of calls without mods. options: those of the forward."""
+    """Returns the ops of a call without mods, by the options of its forward."""
     find_ops = _plain_ops if options.is_cacheable else _plain_ops.__wrapped__
     return find_ops(options, deterministic, is_varlen)
 
@@ -76,7 +76,7 @@ def _plain_ops(options: OptionsKey, deterministic: bool, is_varlen: bool) -> Ops
 
 
 def outs_of(out_axes: tuple[int, ...], q: torch.Tensor, k: Any, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the memory for an out whose axes have that order; () for the order of any new tensor."""
+    """Returns memory for an out whose axes have that order; () for the default order."""
     if not out_axes:
         return ()
     shape = *q.shape[:-1], v.shape[-1]
@@ -85,20 +85,20 @@ def outs_of(out_axes: tuple[int, ...], q: torch.Tensor, k: Any, v: torch.Tensor)
 
 
 def attend(ops: Ops, is_func: bool, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse). is_func: a transform of torch.func is active, or has wrapped an input."""
+    """Returns (out, lse). is_func: a transform of torch.func is active, or wraps an input."""
     out, lse = _Transformed.apply(ops, *inputs) if is_func else _apply(ops, *inputs)
     return out, lse
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.ops, q, k, v, *rest = inputs
-    # In the order of `ops.py`: a checkpoint may record one of the two and recompute by the other.
+    # In the order of `ops.py`: a checkpoint may record one of these Functions and recompute by the other.
     ctx.save_for_backward(q, k, v, *output, *rest)
     ctx.set_materialize_grads(False)
 
 
 class _Attention(Function):
-    """Eager calls. Both the custom op and a separate setup_context would add 12 µs or more to a call."""
+    """Function of eager calls. The custom op and a separate setup_context would each add 12 µs or more to a call."""
 
     @staticmethod
     def forward(ctx: Any, ops: Ops, *tensors: Any) -> Any:
@@ -111,7 +111,7 @@ class _Attention(Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _check_pulled(dout, dlse)
         ops = ctx.ops
-        q, k, v, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint allows no second time
+        q, k, v, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint forbids a second read
         operands = zeros_for_none(dout, out), q, k, v, out, lse, dlse, *rest
         differentiate: Any = _Gradients.apply if _is_watched(operands) else _gradients
         dq, dk, dv, *sums = differentiate(ops, *operands)
@@ -122,7 +122,7 @@ class _Attention(Function):
         return None, dq, dk, dv, *varlen_grads, *(next(mod_grads) if group else None for group in ops.grads)
 
 
-# `_Attention.apply` takes 5 µs to find out whether torch.func is or was active, which is known here.
+# `Function.apply` would look for torch.func again, which takes 5 µs; the caller has done so.
 _apply: Any = super(Function, _Attention).apply
 
 
@@ -149,7 +149,7 @@ class _Transformed(Function):
 
 
 def _gradients(ops: Ops, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *rest: Any) -> Any:
-    """Returns dq, dk, dv, then the gradients of those inputs of mods that have one."""
+    """Returns dq, dk, dv, then the gradients of the mod inputs that have one."""
     varlen_args, mod_inputs = ops.split(rest)
     if not ops.has_mods and becomes_an_op():
         keywords, options = ops.keywords(varlen_args), ops.backward_options.options
@@ -180,7 +180,7 @@ def _gradients(ops: Ops, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, 
 
 
 class _Gradients(Function):
-    """Gradients under torch.func, and where they may be differentiated again, which is refused only when it happens."""
+    """Function of gradients under torch.func, and where a second derivative is refused only once it is taken."""
 
     forward, backward = staticmethod(_gradients), staticmethod(refuse_twice)
     setup_context = staticmethod(lambda ctx, inputs, output: None)
@@ -198,7 +198,7 @@ class _Gradients(Function):
 
 
 def _check_pulled(dout: torch.Tensor | None, dlse: torch.Tensor | None) -> None:
-    """Raises for gradients of results that carry tangents, and for several at once."""
+    """Raises for gradients of results that carry tangents, and for several gradients at once."""
     if forward_ad._current_level >= 0:
         refuse_tangents(dout=dout, dlse=dlse)
     if any(x is not None and is_batched(x) for x in (dout, dlse)):
@@ -209,12 +209,12 @@ def _check_pulled(dout: torch.Tensor | None, dlse: torch.Tensor | None) -> None:
 
 
 def _is_watched(tensors: Iterable[Any]) -> bool:
-    """True if gradients of these tensors must be a Function: of torch.func, or to refuse a second derivative."""
+    """True if the gradients must be a Function: under torch.func, or to refuse a second derivative."""
     return torch.is_grad_enabled() or any(torch.is_tensor(x) and is_transformed(x) for x in tensors)
 
 
 def _refuse_mapped(ops: Ops, rest: Iterable[Any]) -> None:
-    """Raises for what has no rule for vmap."""
+    """Raises for calls without a rule for vmap."""
     if ops.has_mods:
         raise UnsupportedError(MAPPED)
     names = [name for name, tensor in zip(VARLEN_ARGS, rest, strict=False) if tensor is not None]

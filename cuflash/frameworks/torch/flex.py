@@ -1,4 +1,4 @@
-"""FlexAttention's arguments, results and block masks, as PyTorch has them, in terms of `attention`."""
+"""FlexAttention's arguments, results and block masks in terms of `attention`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...problem.options import check_flag
 from ...units import kind_of
 from .tensors import check_tensor, uncompiled
 
-NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}  # in errors of `attention`, and here
+NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}  # by their names in errors of `attention`
 _TOP = "torch.nn.attention.flex_attention"
 _complete_lists: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -61,7 +61,7 @@ def _log_options(names: str) -> None:
 def axes_of_out(query: torch.Tensor) -> tuple[int, ...]:
     """Returns the axes of out (batch, seqlen_q, heads, head_dim_v) from the slowest to the fastest in memory.
 
-    As in PyTorch, they are those of query, except that the last stays last; () if that is the order of the shape.
+    As in PyTorch they follow query, except that the last stays last. () stands for the order of the shape.
     """
     strides = query.stride()
     by_stride = sorted(range(3), key=lambda axis: strides[axis], reverse=True)
@@ -97,7 +97,7 @@ def _masks(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str,
         return {}
     if isinstance(block_mask, BlockMask):
         return {"block_mask": block_mask}
-    flex = sys.modules.get(_TOP)  # a call with such a mask has imported it
+    flex = sys.modules.get(_TOP)  # imported already if block_mask is PyTorch's
     if flex is None or not isinstance(block_mask, flex.BlockMask):
         raise ProblemError(
             f"block_mask is {kind_of(block_mask)}; give a BlockMask of PyTorch's or cuflash's create_block_mask"
@@ -105,7 +105,7 @@ def _masks(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str,
     mask_mod, block = block_mask.mask_mod, block_mask.BLOCK_SIZE
     is_noop = mask_mod is None or mask_mod is flex.noop_mask
     if is_noop and min(block) >= flex._LARGE_SPARSE_BLOCK_SIZE:
-        return {}  # it is PyTorch's own, for no mask
+        return {}  # PyTorch's BlockMask for no mask
     if mask_mod is getattr(flex, "_sliced_mask_mod_error", flex):
         raise ProblemError(
             "block_mask was sliced, and has no mask_mod any more; set its mask_mod to one that counts from the slice's "
@@ -132,8 +132,7 @@ def _check_sizes(mask_sizes: tuple[int, ...], query: torch.Tensor, key: torch.Te
 def lists_all(block_mask: Any) -> bool:
     """True if mask_mod shows nothing outside of the listed blocks. Lists that were written by hand may lack some.
 
-    It is computed once for each mask, for which the host waits. It is taken as False while a graph is captured, and
-    on the device meta.
+    Computed once for each mask; the host waits for it. False while a graph is captured, and on the device meta.
     """
     is_complete = _complete_lists.get(block_mask)
     if is_complete is None:

@@ -1,7 +1,7 @@
-"""Mods in PyTorch: the part of `attention` that has functions, bias, sinks or dropout.
+"""Mods in PyTorch: `attention` with score_mod, mask_mod, block_mask, bias, sinks or dropout.
 
-Functions are traced before autograd sees a call. Autograd then keeps ops, which hold no tensor, and all tensors that
-they read, those of the functions too, as saved tensors.
+Functions are traced before autograd sees a call. Autograd then keeps ops, which hold no tensor, and saves all tensors
+that they read, captured ones included.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def mod_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a call on validated tensors.
 
-    keywords: the options of the forward. deterministic: required by the caller, whatever PyTorch's setting is.
-    out_axes: as in `Ops`. A graph of torch.compile ends here, also if the compiler has given the caller's code up.
+    keywords: the options of the forward. deterministic: required by the call, whatever PyTorch's setting is.
+    out_axes: as in `Ops`. A graph of torch.compile ends here, even where the compiler gave up on the caller's code.
     """
     if torch.compiler.is_dynamo_compiling():
         # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
@@ -82,7 +82,7 @@ def mod_attention(
     is_grad = torch.is_grad_enabled()
     leaves = _leaves(mod_args, is_func) if is_grad or is_func else []
     if not (is_func or leaves or (is_grad and (q.requires_grad or k.requires_grad or v.requires_grad))):
-        with torch.no_grad():  # tensors of masks may require grad, and have none
+        with torch.no_grad():  # tensors of masks may require grad, but get no gradient
             out, lse = run(call.op, (q, k, v, *varlen_args, *inputs), options, 2, outs_of(out_axes, q, k, v))
             return out, lse
     packed_or_used = varlen_args.packed_or_used if varlen_args else ()
@@ -133,7 +133,7 @@ def check_seed(seed: Any, q: torch.Tensor) -> None:
 
 
 def _seed(dropout_seed: Any, q: torch.Tensor) -> torch.Tensor:
-    """Returns the seed as a tensor; one drawn on the device costs no wait, and a replayed CUDA graph draws anew."""
+    """Returns the seed as a tensor. One drawn on the device costs no wait, and a replayed CUDA graph draws anew."""
     if dropout_seed is None:
         return torch.empty((), dtype=torch.int64, device=q.device).random_()
     seed: torch.Tensor = seed_array(dropout_seed, q)
@@ -141,7 +141,7 @@ def _seed(dropout_seed: Any, q: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(mod_args: ModArgs, is_func: bool) -> list[torch.Tensor]:
-    """Returns the tensors, beside q, k and v, that get gradients; under torch.func all that may have some."""
+    """Returns the tensors besides q, k and v that get gradients; under torch.func all that may have some."""
     tensors = [mod_args.sinks] if mod_args.sinks is not None else []
     tensors += [mod_args.bias] if mod_args.bias is not None and mod_args.bias.is_floating_point() else []
     if mod_args.score_mod is not None:

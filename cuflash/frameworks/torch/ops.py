@@ -1,8 +1,8 @@
 """Attention, its gradients and `append_kv` as ops of PyTorch, for tools that record calls.
 
 `torch.compile`, `torch.export`, dispatch modes and `torch.utils.flop_counter` see `torch.ops.cuflash.attention`,
-`attention_backward` and `append_kv`. FLOPs of the first two are counted as PyTorch counts those of its attention: every
-pair of a query and a key of one sequence, masked ones included. For that alone, lengths are read from the device.
+`attention_backward` and `append_kv`. FLOPs of the first two are counted as for PyTorch's attention: all pairs of a
+query and a key of one sequence, masked ones included. Counting alone reads lengths from the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TWICE = (
     "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
 )
 
-# Types of numbers that the ops take as they are; those of torch are symbolic.
+# Types of numbers that the ops take unchanged; torch's are symbolic.
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = dict.fromkeys(("softmax_scale", "softcap"), (*_INTEGERS, float, torch.SymFloat)) | dict.fromkeys(
     ("diagonal_offset", *BOUNDS, *SPLITS), _INTEGERS
@@ -45,7 +45,7 @@ def _is_number(value: Any, types: tuple[type, ...]) -> bool:
 
 
 class Arguments(NamedTuple):
-    """Arguments after the tensors in the ops' schemas; that of the gradients ends before `num_splits`."""
+    """The arguments after the tensors in the ops' schemas; the op of gradients has them up to `max_seqlen_k`."""
 
     softmax_scale: float | None
     causal: bool
@@ -67,9 +67,9 @@ class Arguments(NamedTuple):
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], deterministic: bool) -> Arguments:
-        """Builds the arguments of a call; types are validated here, as the schemas take tensors and True for numbers.
+        """Builds the arguments of a call. Types are validated here, as the schemas take tensors and True for numbers.
 
-        keywords: options, of which bounds and splits may be missing, and maybe those of VARLEN_ARGS.
+        keywords: options, without bounds and splits where unset, and perhaps `VARLEN_ARGS`.
         """
         keywords = dict(keywords)
         for name, types in _NUMBERS.items():
@@ -89,11 +89,11 @@ class Arguments(NamedTuple):
 
     @property
     def varlen_args(self) -> VarlenArgs:
-        """Arrays of lengths and places."""
+        """The arrays of lengths, pages and cache rows."""
         return VarlenArgs(*[getattr(self, name) for name in VARLEN_ARGS])
 
     def with_varlen_args(self, arrays: Iterable[Any]) -> Arguments:
-        """Returns the same arguments with other arrays of lengths and places."""
+        """Returns the arguments with other arrays of lengths, pages and cache rows."""
         return self._replace(**dict(zip(VARLEN_ARGS, arrays, strict=True)))
 
     def without_splits(self) -> list[Any]:
@@ -108,14 +108,14 @@ class Arguments(NamedTuple):
 
 
 def by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool) -> Any:
-    """Calls the op, which stands for the whole call in a graph. keywords: those of `Arguments.from_keywords`."""
+    """Calls the op, which stands for the whole call in a graph. keywords: as in `Arguments.from_keywords`."""
     return torch.ops.cuflash.attention(q, k, v, *Arguments.from_keywords(keywords, deterministic))
 
 
 def backward_by_op(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, keywords: dict[str, Any], deterministic: bool
 ) -> Any:
-    """Calls the op of gradients. keywords: those of `Arguments.from_keywords`."""
+    """Calls the op of gradients. keywords: as in `Arguments.from_keywords`."""
     arguments = Arguments.from_keywords(keywords, deterministic).without_splits()
     return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *arguments)
 
@@ -132,7 +132,7 @@ def zeros_for_none(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor
 
 
 def refuse_twice(ctx: Any, *gradients: Any) -> Any:
-    """Raises: the backward of gradients."""
+    """Raises for second derivatives."""
     raise UnsupportedError(_TWICE)
 
 
@@ -172,7 +172,7 @@ def _backward_op(
 @_attention_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     is_dense = all(x is None for x in Arguments(*arguments).varlen_args)
-    # Dense calls alone: packed queries may see keys of a cache. The ranks of others are validated when they run.
+    # Dense calls only: packed q may have a 4-D cache. Varlen ranks are validated at run time.
     if is_dense and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
         raise ProblemError(
             f"q, k and v have ranks {q.dim()}, {k.dim()} and {v.dim()}; give all (batch, seqlen, heads, head_dim), "
@@ -207,10 +207,10 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
 
 
 def _register_gradients(custom_op: Any, differentiate: Any, save: Any = None) -> None:
-    """Registers the gradients of an op, which torch.func takes inside of torch.compile, too.
+    """Registers the gradients of an op, also for torch.func inside of torch.compile.
 
-    `register_autograd` alone does not suffice: where transforms are active, its Function is refused, as it has no rules
-    for them. The one defined here runs at one level of them, whose tensors have no wrapper.
+    `register_autograd` alone does not suffice: its Function has no rules for transforms and is refused under them. The
+    Function defined here runs at one level of transforms, where tensors have no wrapper.
     """
     custom_op.register_autograd(differentiate, setup_context=save)
     op, count = custom_op._opoverload, len(custom_op._opoverload._schema.arguments)
@@ -234,7 +234,7 @@ def _register_gradients(custom_op: Any, differentiate: Any, save: Any = None) ->
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)
 
-    for device in ("CPU", "CUDA", "Meta"):  # before the kernels of register_autograd, which are for all devices
+    for device in ("CPU", "CUDA", "Meta"):  # takes precedence over register_autograd, which is for all devices
         _LIBRARY.impl(op._opname, kernel, f"Autograd{device}", with_keyset=True)
 
 
@@ -250,7 +250,7 @@ def _register_vmap(custom_op: Any, rule: Any, count: int) -> None:
             results = rule(lambda *folded: op(*folded, *arguments), size, in_dims[:count], tensors)
         return results, (0,) * len(results)
 
-    if hasattr(custom_op, "register_vmap"):  # PyTorch before 2.5 has none, and maps by a loop of its own
+    if hasattr(custom_op, "register_vmap"):  # PyTorch before 2.5 lacks it, and maps by its own loop
         custom_op.register_vmap(mapped)
 
 
@@ -303,7 +303,7 @@ def _flops(q: Any, k: Any, v: Any, *arguments: Any, out_val: Any = None) -> int:
 def _backward_flops(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *arguments: Any, out_val: Any = None
 ) -> int:
-    # Of head_dim are s, dq and dk, of that of v dp and dv.
+    # Three products over head_dim (s, dq, dk), two over head_dim_v (dp, dv).
     return 2 * _pairs(q, k, Arguments(*arguments)) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
@@ -321,7 +321,7 @@ def _pairs(q: Any, k: Any, arguments: Arguments) -> int:
 
 
 def _lengths(batch: int, rows: int, bounds: Any, used: Any, most: int | None) -> list[int]:
-    """Returns the lengths of all sequences; their upper bounds where tensors have no values."""
+    """Returns the lengths of all sequences, or upper bounds where tensors have no values."""
     most = rows if most is None else min(rows, most)
     lengths = [most] * (batch if bounds is None else bounds.shape[0] - 1)
     if bounds is not None and _has_values(bounds):

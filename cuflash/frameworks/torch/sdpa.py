@@ -5,24 +5,23 @@
     sdpa.activate()    # or torch.nn.attention.activate_flash_attention_impl("cuflash")
     sdpa.restore()
 
-Calls of `torch.nn.functional.scaled_dot_product_attention` that PyTorch's own flash and memory-efficient backends could
-take on a GPU then run on cuflash. These become PyTorch's first and second choice; otherwise cuDNN is, on Hopper from
-2.11 on.
+`torch.nn.functional.scaled_dot_product_attention` then runs on cuflash on a GPU, for calls that PyTorch's own flash and
+memory-efficient backends could take. These two become PyTorch's first and second choice. Otherwise cuDNN is the first,
+on Hopper from 2.11 on.
 
 - Flash: float16 and bfloat16 without a mask tensor, with grouped heads, dropout, any scale. PyTorch aligns `is_causal`
-  top-left and sends it here only if both lengths are equal; `causal_lower_right`, aligned as in cuflash, comes for any
-  lengths. So does `torch.nn.attention.varlen.varlen_attn`, with gradients, windows, pages and used lengths, and
+  top-left and sends it here only if both lengths are equal. `causal_lower_right`, aligned as in cuflash, comes for any
+  lengths. `torch.nn.attention.varlen.varlen_attn` comes with gradients, windows, pages and used lengths, and so does
   `varlen_attn_out`.
-- Memory-efficient: bool and float masks that broadcast in any way, with gradients of float ones, dropout, float32, and
+- Memory-efficient: bool and float masks that broadcast in any way, with gradients of float masks, dropout, float32, and
   `is_causal` where lengths differ.
 
-Dropout takes a new seed from PyTorch's generator each time, in CUDA graphs, too; it drops other weights than PyTorch's
-own kernels do with the same generator, so an implementation is changed before a forward, not between it and its
-backward.
+Dropout draws a new seed from PyTorch's generator for each call, in CUDA graphs, too. It drops other weights than
+PyTorch's kernels with the same generator: switch before a forward, not between it and its backward.
 
-PyTorch still computes those that want the weights, dropout of all weights, head dims over 256 with a mask, and what
-these backends cannot take, such as masks together with grouped heads. Gradients with ALiBi, float8, and the weights
-together with dropout are refused.
+PyTorch still computes calls that return the weights or drop all of them, and head dims over 256 with a mask. It also
+computes what these backends cannot take, such as masks together with grouped heads. UnsupportedError: gradients with
+ALiBi, float8, and returned weights together with dropout.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _FORWARD, _BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_produc
 _PACKED, _PACKED_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 _MASKED = "_scaled_dot_product_efficient_attention"
 _MASKED_BACKWARD = f"{_MASKED}_backward"
-_MOST_HEAD_DIM = max(tile.head_dim for tiles in BACKWARD.values() for tile in tiles)  # of which there are gradients
+_MOST_HEAD_DIM = max(tile.head_dim for tiles in BACKWARD.values() for tile in tiles)  # with gradients
 _IN_PLACE, _QUANTIZED = "_flash_attention_forward_no_dropout_inplace", "_flash_attention_forward.quantized"
 
 
@@ -70,7 +69,7 @@ class Override:
             if not torch.cuda.is_available():
                 logger.info("sdpa: PyTorch sees no GPU here, so all calls stay its own")
                 return
-            cupy_module()  # a missing CuPy is reported once here, not by every later call
+            cupy_module()  # reports a missing CuPy here, not in every later call
         functions: dict[str, Callable[..., Any]] = {
             _FORWARD: self.forward,
             _BACKWARD: self.backward,
@@ -165,7 +164,7 @@ class Override:
         return (_strided_like(out, query) if out.shape == query.shape else out), lse, *_dropout_results(state, query)
 
     def packed_in_place(self, keyset: Any, out: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
-        """Computes `packed` into `out`, whose rows of no sequence keep what they hold; returns lse."""
+        """Computes `packed` into `out`, whose rows outside of all sequences stay as they are; returns lse."""
         *operands, dropout_p, is_causal, return_debug_mask = arguments
         if dropout_p > 0.0 or return_debug_mask:
             raise UnsupportedError(
@@ -177,7 +176,7 @@ class Override:
         return lse
 
     def quantized(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
-        """Refuses scales of float8 operands, which cuflash does not have; without any, computes `packed`."""
+        """Computes `packed`; raises for scales of float8 operands, which cuflash does not have."""
         *plain, q_descale, k_descale, v_descale = arguments
         for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
             if scale is not None:
@@ -199,11 +198,11 @@ class Override:
 
 
 def _or_empty(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an op that is `function`, except for calls without heads, which PyTorch takes and cuflash does not.
+    """Returns `function` as an op that also takes calls without heads, as PyTorch does.
 
-    Results of these are empty, in the shapes of PyTorch's fake kernel.
+    Results of calls without heads are empty, in the shapes of PyTorch's fake kernel.
     """
-    axis = 1 if name.startswith("_scaled_dot_product") else -2  # of heads
+    axis = 1 if name.startswith("_scaled_dot_product") else -2  # the axis of heads
 
     def kernel(keyset: Any, *arguments: Any, **more: Any) -> Any:
         first, *_ = arguments
@@ -244,7 +243,7 @@ def _packed(
                 "torch.no_grad(), or cuflash.frameworks.torch.attention with score_mod=cuflash.mods.alibi(slopes)"
             )
         keywords["score_mod"] = alibi(alibi_slopes)
-    with torch.no_grad():  # autograd has done its part, yet the tensors still require grad
+    with torch.no_grad():  # autograd is outside, yet the tensors still require grad
         return forward(query, key, value, out=out, return_lse=True, num_splits=num_splits or 0, **keywords)
 
 
@@ -308,7 +307,7 @@ def _log_pytorch(what: str) -> None:
 
 
 def _state(query: torch.Tensor, dropout_p: float) -> torch.Tensor:
-    """Returns the random state: two numbers, as in PyTorch's fake kernels, of which the first is the seed."""
+    """Returns the random state, two numbers as in PyTorch's fake kernels; the first is the seed."""
     return drawn(query, (2,), dropout_p).view(torch.uint64)
 
 
@@ -337,7 +336,7 @@ def _strided_like(result: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
 def _prefer_ours() -> list[int]:
     """Makes the flash and the memory-efficient backend PyTorch's first choices; returns the previous order."""
     if torch.cuda.is_available():
-        # PyTorch sets its own order when it first chooses a backend, which would undo the order set below.
+        # PyTorch's first choice of a backend resets the order: force it before ours is set.
         torch._fused_sdp_choice(*(torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16) for _ in range(3)))
     order: list[int] = torch._C._get_sdp_priority_order()
     ours = [int(SDPBackend.FLASH_ATTENTION), int(SDPBackend.EFFICIENT_ATTENTION)]
@@ -348,12 +347,21 @@ def _prefer_ours() -> list[int]:
 def activate() -> None:
     """Makes `scaled_dot_product_attention` run cuflash in place of PyTorch's flash and memory-efficient backends.
 
-    The latter take masks, dropout with them, and float32. Limits and rules for NaN are those of `cuflash.forward` and
-    `cuflash.backward`; the docstring of this module lists the calls that PyTorch still computes.
+    The memory-efficient backend takes masks, dropout with them, and float32. Where PyTorch sees no GPU no call
+    changes, so that one program runs on any machine.
 
-    Where PyTorch sees no GPU it changes no call, so that one program runs on any machine. Raises UnsupportedError where
-    PyTorch is older than 2.10, or sees a GPU but CuPy is missing; nothing is changed then.
+    Raises
+    ------
+    UnsupportedError
+        Where PyTorch is older than 2.10, or sees a GPU but CuPy is missing; nothing is changed then.
 
+    Notes
+    -----
+    Limits and rules for NaN are described in `cuflash.forward` and `cuflash.backward`. The docstring of this module
+    lists the calls that PyTorch still computes.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks import sdpa
     >>> sdpa.activate()
@@ -366,8 +374,15 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Gives calls back to PyTorch's own backends. Raises UnsupportedError where PyTorch is older than 2.10.
+    """Gives calls back to PyTorch's own backends.
 
+    Raises
+    ------
+    UnsupportedError
+        Where PyTorch is older than 2.10.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks import sdpa
     >>> sdpa.activate()

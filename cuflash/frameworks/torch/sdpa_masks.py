@@ -1,8 +1,8 @@
-"""PyTorch's memory-efficient attention on cuflash: the op that `scaled_dot_product_attention` takes with a mask tensor.
+"""PyTorch's memory-efficient attention on cuflash: the op that `scaled_dot_product_attention` calls with a mask tensor.
 
 Operands are (batch, heads, seqlen, head_dim), attn_bias is (batch, heads, seqlen_q, seqlen_k), is_causal is aligned
-top-left. Results have the shapes and strides of PyTorch's fake kernels, which compiled code insists on. Autograd is
-done with its part here, though tensors may still say that they require grad.
+top-left. Results have the shapes and strides of PyTorch's fake kernels, which compiled code requires. Autograd is
+outside of these functions, though tensors may still require grad.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...ops.backward import backward
 from ...ops.forward import forward
 from ...ops.lse import lse as log_sum_exp
 
-_STEP_OF_LSE, _STEP_OF_BIAS = 32, 16  # of which the rows of lse, and the keys of a mask's gradient, fill a multiple
+_STEP_OF_LSE, _STEP_OF_BIAS = 32, 16  # multiples to which lse's rows and a mask gradient's keys are padded
 
 
 def masked(
@@ -29,7 +29,7 @@ def masked(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns out, lse, and the two numbers of the random state, of which the first is the seed."""
+    """Returns out, lse, and the two numbers of the random state; the first is the seed."""
     seed = drawn(query, (), dropout_p)
     results: Any = forward(
         *(x.transpose(1, 2) for x in (query, key, value)),
@@ -60,12 +60,12 @@ def masked_backward(
     """Returns gradients of query, key, value and attn_bias; the last is None unless `grad_input_mask` requires it."""
     *_, requires_bias = grad_input_mask
     is_bias_wanted = attn_bias is not None and requires_bias
-    # The mask stays whole if it has a gradient: PyTorch takes that of every element, and sums expanded axes itself.
+    # A mask with a gradient keeps its axes: PyTorch expects the gradient of every element, and sums expanded axes.
     bias = None if attn_bias is None else attn_bias.detach() if is_bias_wanted else _shrunk(attn_bias.detach())
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     lse = logsumexp[..., : query.shape[2]]
     if lse.shape[2] < query.shape[2]:
-        # PyTorch's forward asks for lse only if query, key or value require grad, and not for the mask.
+        # PyTorch's forward omits lse if the mask alone requires grad.
         lse = log_sum_exp(q, k, bias=bias, **_keywords(scale, is_causal))
     dq, dk, dv, *grads = backward(
         *(dout, q, k, v, o, lse),
@@ -95,7 +95,7 @@ def _keywords(
 
 
 def _shrunk(bias: torch.Tensor) -> torch.Tensor:
-    """Returns a mask with expanded axes of length 1, so that kernels load once what does not vary."""
+    """Returns a mask whose expanded axes have length 1, so that kernels load repeated values once."""
     for axis, (length, stride) in enumerate(zip(bias.shape, bias.stride(), strict=True)):
         if length > 1 and stride == 0:
             bias = bias.narrow(axis, 0, 1)
@@ -103,7 +103,7 @@ def _shrunk(bias: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(lse: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
-    """Returns lse with rows up to a multiple, or with none if it was not computed."""
+    """Returns lse with its rows padded to a multiple of `_STEP_OF_LSE`; without rows if it was not computed."""
     batch, heads, rows, _ = query.shape
     if lse is not None and rows % _STEP_OF_LSE == 0:
         return lse
@@ -116,7 +116,7 @@ def _padded(lse: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(dbias: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of a mask with rows that begin at multiples."""
+    """Returns the gradient of a mask with rows that begin at multiples of `_STEP_OF_BIAS` elements."""
     keys = dbias.shape[-1]
     if keys % _STEP_OF_BIAS == 0:
         return dbias

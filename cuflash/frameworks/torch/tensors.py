@@ -1,4 +1,4 @@
-"""Checks of tensors: dense ones with memory, and whether transforms, autocast or compilers are active."""
+"""Checks of tensors: dense with memory; and of PyTorch: active transforms, autocast, compilers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TANGENT = (
     "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
     "torch.autograd.grad or backward(), or torch.func.vjp"
 )
-# True if a torch.func transform is active, and if it wraps a tensor, which then has no memory itself.
+# True if a torch.func transform is active; and if it wraps a tensor, which then has no memory itself.
 is_transforming = torch._C._are_functorch_transforms_active
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 # True if autograd's own vmap, which does not use rules of Functions, wraps a tensor.
@@ -36,7 +36,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 def check_tensor(name: str, tensor: Any) -> None:
     """Raises unless an operand is a dense torch tensor."""
-    # The common case first: no more checks apply.
+    # Fast path of the common case.
     if type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_nested:
         return
     if not isinstance(tensor, torch.Tensor):
@@ -67,7 +67,7 @@ def becomes_an_op() -> bool:
 
 
 def disabled(function: Callable[..., Any], reason: str) -> Any:
-    """Returns a function that torch.compile calls between its graphs. Imports all of the compiler, for a second."""
+    """Returns a function that torch.compile calls between its graphs. Imports all of the compiler, which takes 1 s."""
     try:
         return torch.compiler.disable(function, reason=reason)
     except TypeError:  # PyTorch before 2.7
@@ -75,9 +75,9 @@ def disabled(function: Callable[..., Any], reason: str) -> Any:
 
 
 def uncompiled(name: str, module: dict[str, Any], function: Callable[..., Any], reason: str) -> Any:
-    """Serves `__getattr__` of a module: returns `function`, disabled, under the name `uncompiled_` and its own.
+    """Serves `__getattr__` of a module: returns `function`, disabled, under the name `uncompiled_<function>`.
 
-    module: the globals of the module. It is made when the compiler reads the name, as it imports all of the compiler.
+    module: the globals of the module. The function is built once the compiler reads the name: it imports the compiler.
     """
     if name != f"uncompiled_{function.__name__}":
         raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Variable-length sequences: keywords and refusals that several integrations of PyTorch share."""
+"""Variable-length sequences: keywords and refusals that PyTorch's integrations share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tensors import check_tensor, is_faking, is_transformed, is_transforming, u
 
 
 def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
-    """Raises unless lengths or places are int32, or None where they are not required."""
+    """Raises unless lengths or indices are int32, or None where they are not required."""
     if tensor is not None or required:
         check_tensor(name, tensor)
         if tensor.dtype != torch.int32:
@@ -26,7 +26,7 @@ def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
 def check_values(
     check: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen_args: VarlenArgs, keywords: dict[str, Any]
 ) -> None:
-    """Validates lengths and places of a call, if it has any and `check` is True; keywords: its options.
+    """Validates the lengths and indices of a call, if it has any and `check` is True; keywords: its options.
 
     A graph of torch.compile ends here.
     """
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_traced(operands: Iterable[Any]) -> bool:
-    """Returns whether a trace or a transform of torch.func is active, or has wrapped an operand."""
+    """True if a trace or a transform of torch.func is active, or wraps an operand."""
     is_proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     is_tracing = torch.compiler.is_compiling() or torch._C._is_tracing() or is_proxied or is_faking()
     return is_tracing or is_transforming() or any(x is not None and is_transformed(x) for x in operands)
@@ -68,7 +68,7 @@ def paged_or_packed(
 ) -> dict[str, Any]:
     """Returns the keywords of `attention` for keys, packed or in pages.
 
-    Beside a table of pages, cu_seqlens_k gives lengths alone, and seqused_k comes first. table: its name in errors.
+    Beside a page table, cu_seqlens_k gives lengths alone, and seqused_k takes precedence. table: its name in errors.
     required: lengths must be given, as in flash-attn 2's packed calls.
     """
     check_integers("cu_seqlens_k", cu_seqlens_k, required=required and (page_table is None or seqused_k is None))

@@ -1,7 +1,7 @@
-"""Rules of vmap: the mapped axis is folded into batch, so that one call computes all of its elements.
+"""Rules of vmap: the mapped axis is folded into batch, so that one call computes all elements.
 
-Operands are q, k, v (batch, seqlen, heads, head_dim), and lse (batch, heads, seqlen), or without batch, or without
-batch and heads. An axis is None for an operand that is the same for all elements.
+Operands are q, k, v (batch, seqlen, heads, head_dim) and lse (batch, heads, seqlen), or without batch, or without
+batch and heads. An axis is None for an operand that is equal for all elements.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _fold(tensor: Any, axis: int | None, size: int, heads: int) -> Any:
         return None
     tensor = _mapped(tensor, axis, size)
     rank = 4 if heads == 2 else 3
-    if tensor.dim() == rank - 1:  # it has neither batch nor heads
+    if tensor.dim() == rank - 1:  # without batch and heads
         tensor = tensor.unsqueeze(heads)
     return tensor.flatten(0, 1) if tensor.dim() == rank + 1 else tensor
 

@@ -5,25 +5,27 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cuflash")
 
-Causal attention and causal sliding windows run on cuflash: in training, in prefill (also where a prompt continues a
-cache) and token by token, with grouped heads, softcap, sinks, dropout and biases of positions. So do several sequences
-in one row, given by position_ids that start again or by `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
-`max_length_k`, as padding-free collators of transformers and TRL give them, and batches with padding before or behind
-their tokens, also of encoders; where a token is padding, a causal layer's out is 0. All other masks do, too: those that
-transformers describes by a function become a part of the kernel (padding between tokens, attention in chunks, windows
-of all kinds, parts that see what follows, static caches), and no mask tensor is made for them; mask tensors of the
-caller, and those of decoding with a static cache, are read as they are.
+Causal attention and causal sliding windows run on cuflash: in training, in prefill (also after a cached prefix) and
+token by token, with grouped heads, softcap, sinks, dropout and position biases.
 
-transformers' own "sdpa" function computes layers that are compiled with a mask tensor, as whole models under
-`torch.compile` always are, because their graph would end at each layer otherwise. CUFLASH_LOG=1 says so once for each
-model. What neither computes is refused: attention weights, masks of heads, sparse indices, paged caches. transformers 4
-makes masks even if it is given neither `attention_mask` nor a cache: pass a mask of ones there.
+Several sequences in one row run, too: by position_ids that start again, or by `cu_seq_lens_q`, `cu_seq_lens_k`,
+`max_length_q` and `max_length_k`. Padding-free collators of transformers and TRL pass these. Batches may be padded
+before or behind their tokens, also of encoders. Where a token is padding, a causal layer's out is 0.
 
-Models whose layers do not call a registered function are refused as they are loaded. Of those that take their attention
-from a table of classes, the ones of images (SAM, SAM-HQ, Data2VecVision) run: their class for sdpa does, with cuflash
-in place of PyTorch's function. Falcon asks for the name "sdpa" in its layers, with masks of sdpa to which it adds
-ALiBi: load it with "sdpa". On a GPU `cuflash.frameworks.sdpa.activate()` puts those calls on cuflash that PyTorch's
-fused kernels could take.
+Other masks run as well. A mask that transformers describes by a function becomes a part of the kernel, without a mask
+tensor. Examples are padding between tokens, chunked attention, windows of all kinds, parts that see later
+tokens, and static caches. Mask tensors of the caller, and of decoding with a static cache, are read in place.
+
+Layers that are compiled with a mask tensor run on transformers' own "sdpa" function, as their graph would end at each
+layer otherwise. Whole models under `torch.compile` always do. CUFLASH_LOG=1 logs this once for each model. Refused:
+attention weights, head masks, sparse indices, paged caches. transformers 4 makes masks even without `attention_mask`
+and a cache: pass a mask of ones there.
+
+Models whose layers do not call a registered function are refused as they are loaded. Some take their attention from a
+table of classes. Of these the image models run (SAM, SAM-HQ, Data2VecVision): their class for sdpa does, with cuflash
+in place of PyTorch's function. Falcon's layers require the name "sdpa" and its masks, to which they add ALiBi: load it
+with "sdpa". On a GPU `cuflash.frameworks.sdpa.activate()` runs those calls on cuflash that PyTorch's fused kernels
+could take.
 
 Sources: integrations/sdpa_attention.py and masking_utils.py of transformers 5.23 and of 4.53, which is the first
 version in which masks can be registered.
@@ -78,20 +80,24 @@ from .models import (
 __all__ = ["cuflash_attention_forward", "cuflash_mask", "register"]
 
 _NOT_GIVEN: Any = object()
-# Arguments by which models change the result, besides q, k, v and the mask.
+# Refused arguments that change the result.
 _REFUSED = ("head_mask", "indices", "block_indices", "cache")
-_SDPA_HAS_BIASES = "position_bias" in inspect.signature(sdpa_attention_forward).parameters  # others ignore them
-# Models whose layers add to the mask that they are given; for them no mask means that nothing is hidden.
+_SDPA_HAS_BIASES = "position_bias" in inspect.signature(sdpa_attention_forward).parameters  # older versions ignore them
+# Models whose layers add to their mask; they take None as a mask that hides nothing.
 _ADD_TO_MASKS = ("doge",)
-# Over a static cache, generation compiles the forward of so few queries, and makes its masks before.
+# Over a static cache, generation compiles forwards of up to this many queries, and makes their masks before.
 _MOST_COMPILED = 64
 
 
 def register() -> None:
-    """Makes `attn_implementation="cuflash"` known to transformers, for all models; a second call changes nothing.
+    """Registers `attn_implementation="cuflash"` with transformers, for all models; a second call changes nothing.
 
-    Limits and rules for NaN are those of `cuflash.forward` and `cuflash.backward`.
+    Notes
+    -----
+    Limits and rules for NaN are described in `cuflash.forward` and `cuflash.backward`.
 
+    Examples
+    --------
     >>> import torch, transformers
     >>> from cuflash.frameworks.transformers import register
     >>> register()
@@ -124,16 +130,51 @@ def cuflash_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of a layer; transformers calls it.
 
-    query (batch, heads_q, seqlen_q, head_dim), key (batch, heads_kv, seqlen_k, head_dim), value (batch, heads_kv,
-    seqlen_k, head_dim_v), any strides. Without a mask, the last query of a causal layer sees the last key, and at most
-    `sliding_window` keys in all. Rows may hold several sequences, each of which sees itself alone, given by
-    `cu_seq_lens_q` and `cu_seq_lens_k`, or by position_ids of a single row that start again. A mask tensor of bools, or
-    of floats that are added, is broadcast to (batch, heads_q, seqlen_q, seqlen_k), and so is position_bias. s_aux or
-    sinks: one more logit without a value, of each head (heads_q,), or of each query (batch, heads_q, seqlen_q, 1).
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The layer; its `is_causal` and `config` are read.
+    query : Tensor (batch, heads_q, seqlen_q, head_dim)
+        Queries, with any strides.
+    key, value : Tensor (batch, heads_kv, seqlen_k, …)
+        Keys and values.
+    attention_mask : Tensor or None
+        Bools, or floats to add, broadcast to (batch, heads_q, seqlen_q, seqlen_k). Without a mask, the last query
+        of a causal layer is aligned with the last key.
+    dropout : float, default 0.0
+        Probability at which weights are dropped.
+    scaling : float, default 1/sqrt(head_dim)
+        Softmax scale.
+    is_causal : bool, default `module.is_causal`
+        Hides later keys if there is no mask.
+    sliding_window : int, optional
+        Largest number of keys that a query sees, including the key at its own position, if there is no mask.
+    softcap : float, optional
+        Cap on scores.
+    position_bias : Tensor, optional
+        Floats to add to scores, broadcast as attention_mask.
+    s_aux, sinks : Tensor (heads_q,) or (batch, heads_q, seqlen_q, 1), optional
+        One more logit without a value, of each head or of each query.
+    **kwargs
+        `cu_seq_lens_q` and `cu_seq_lens_k`, or position_ids of a single row that start again, separate the sequences
+        of a row.
 
-    Returns (out, None); out is (batch, seqlen_q, heads_q, head_dim_v) and contiguous. Raises UnsupportedError for what
-    the module's docstring lists as refused; other errors and limits are those of `cuflash.forward`.
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, heads_q, head_dim_v)
+        Contiguous.
+    weights : None
+        Attention weights are never returned.
 
+    Raises
+    ------
+    UnsupportedError
+        For the refused cases of this module's docstring.
+    ProblemError, UnsupportedError, CompileError
+        As in `cuflash.forward`, which also describes limits.
+
+    Examples
+    --------
     >>> import torch
     >>> from cuflash.frameworks.transformers import cuflash_attention_forward
     >>> layer, (query, key, value) = torch.nn.Module(), torch.randn(3, 2, 4, 100, 64)
@@ -142,7 +183,7 @@ def cuflash_attention_forward(
     torch.Size([2, 100, 4, 64])
     """
     if isinstance(attention_mask, SequenceMask) and torch.compiler.is_compiling():
-        # why: the mask was made outside of the graph, which knows nothing of what it stands for.
+        # The mask was created outside of the graph, which cannot read it.
         more = {"position_bias": position_bias, "s_aux": s_aux, "sinks": sinks, **kwargs}
         if sliding_window is not _NOT_GIVEN:
             more["sliding_window"] = sliding_window
@@ -199,7 +240,7 @@ _uncompiled = disabled(
 
 
 class _Layer(NamedTuple):
-    """A call of a layer, but for its mask. bias: of positions."""
+    """A call of a layer without its mask. bias: position bias."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -212,18 +253,18 @@ class _Layer(NamedTuple):
 
     @property
     def is_of_heads(self) -> bool:
-        """Returns whether all rows may be packed: no argument is of single rows, whose numbers packing would change."""
+        """True if all rows may be packed: no argument belongs to single rows, whose numbers packing would change."""
         return self.bias is None and (self.sink is None or self.sink.dim() == 1)
 
     def whole(self, **masks: Any) -> torch.Tensor:
-        """The call with all rows and keys. masks: keywords of `attention`."""
+        """Computes all rows and keys. masks: keywords of `attention`."""
         if self.bias is not None:
             masks = {"bias": self.bias[..., : self.key.shape[2]]} | masks
         q, k, v = (x.transpose(1, 2) for x in (self.query, self.key, self.value))
         return self._attention(q, k, v, masks).contiguous()
 
     def of_places(self, places: Places) -> torch.Tensor:
-        """The call whose rows hold variable-length sequences."""
+        """Computes rows that hold variable-length sequences."""
         if not self.is_of_heads:
             raise UnsupportedError(
                 "position_bias, or sinks of single queries, of several sequences in one row (cu_seq_lens_q, or "
@@ -255,7 +296,7 @@ class _Layer(NamedTuple):
 
 
 def _of_tensor(mask: torch.Tensor, bias: torch.Tensor | None, seqlen_k: int) -> dict[str, Any]:
-    """The keywords of `attention` for a mask tensor, beside a bias of positions."""
+    """Returns the keywords of `attention` for a mask tensor, beside a position bias."""
     mask = mask[..., :seqlen_k]
     if bias is None:
         return {"bias": mask}
@@ -263,7 +304,7 @@ def _of_tensor(mask: torch.Tensor, bias: torch.Tensor | None, seqlen_k: int) -> 
 
 
 def _bounds(kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where sequences begin, of queries and of keys."""
+    """Returns the bounds of the sequences, of queries and of keys."""
     q, k = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
     if k is None:
         raise ProblemError("cu_seq_lens_q was given without cu_seq_lens_k; give both (the same for self-attention)")
@@ -271,7 +312,7 @@ def _bounds(kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _in_host_memory(length: Any) -> int | None:
-    """A bound on lengths that need not be waited for."""
+    """Returns a bound on lengths, or None if the host would have to wait for it."""
     if isinstance(length, torch.Tensor):
         return None if length.is_cuda or is_traced() else int(length)
     return None if length is None else int(length)
@@ -287,15 +328,37 @@ def cuflash_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask of a forward pass, which transformers asks for; None if `cuflash_attention_forward` needs none.
+    """Returns the mask of a forward pass; transformers calls it.
 
-    No mask is needed if only causality and the model's sliding window hide keys, and the last query stands at the last
-    key. What else hides keys is given by a mask that knows where sequences lie, or the function that describes it, and
-    that is made only if the model looks into it. While models are compiled or captured, or might be, this is the
-    boolean mask of transformers' sdpa, (batch, 1, seqlen_q, seqlen_k).
+    Parameters
+    ----------
+    kv_length, kv_offset : int
+        Number of keys, and position of the first one.
+    attention_mask : Tensor (batch, positions), optional
+        1 or True where a token counts.
+    local_size : int, optional
+        Size of a window or chunk.
+    allow_is_causal_skip : bool, default True
+        Permits None.
+    config : PretrainedConfig, optional
+        The model's configuration.
+    **kwargs
+        Further arguments of transformers' `sdpa_mask`.
 
-    UnsupportedError for models that would not call that function, if their configuration was given the name afterwards.
+    Returns
+    -------
+    mask : Tensor (batch, 1, seqlen_q, seqlen_k) or None
+        None if only causality and the sliding window hide keys, for queries at the end. Otherwise a stand-in,
+        which becomes a tensor only if the model reads it. While models are compiled or captured, or may be, the
+        boolean mask of transformers' sdpa.
 
+    Raises
+    ------
+    UnsupportedError
+        For models that would not call `cuflash_attention_forward`, if their configuration got the name after loading.
+
+    Examples
+    --------
     >>> from cuflash.frameworks.transformers import cuflash_mask
     >>> cuflash_mask(batch_size=2, q_length=100, kv_length=100) is None
     True
@@ -338,13 +401,13 @@ def cuflash_mask(
 
 
 def _device(attention_mask: torch.Tensor | None, offset: Any, device: Any) -> torch.device:
-    """The device of a mask; transformers 4 does not tell it."""
+    """Returns the device of a mask; transformers 4 does not pass it."""
     devices = (x.device for x in (attention_mask, offset) if isinstance(x, torch.Tensor))
     return next(devices, torch.device("cpu")) if device is None else torch.device(device)
 
 
 def _is_window(config: Any, end: int, local_size: int | None) -> bool:
-    """Whether a local mask hides nothing, or is the sliding window that layers pass on, and not a mask of chunks."""
+    """True if a local mask hides nothing, or is the layers' sliding window and not a chunked mask."""
     if local_size is None or end <= local_size:
         return True
     chunk = getattr(config, "attention_chunk_size", None)
@@ -352,18 +415,18 @@ def _is_window(config: Any, end: int, local_size: int | None) -> bool:
 
 
 def _ends_at(end: int, sizes: dict[str, Any]) -> bool:
-    """Whether the queries stand at consecutive positions, the last of them at the last key."""
+    """True if the queries have consecutive positions, the last of them at the last key."""
     if "cache_position" in sizes:  # transformers 4
         position = sizes["cache_position"]
         expected = torch.arange(end - len(position), end, device=position.device)
         return not is_traced() and torch.equal(position, expected)
-    # why: with a static cache the offset is a tensor, and the keys behind it are not written yet.
+    # With a static cache the offset is a tensor, and the keys behind it are not written yet.
     offset = sizes.get("q_offset", 0)
     return not isinstance(offset, torch.Tensor) and bool(offset + sizes["q_length"] == end)
 
 
 def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: bool, sliding_window: Any) -> int:
-    """How many keys before its own position a query sees; -1 means all."""
+    """Returns the number of keys before its own position that a query sees; -1 means all."""
     if causal and 1 < seqlen_q > seqlen_k:
         raise UnsupportedError(
             f"{seqlen_q} causal queries of {seqlen_k} keys without a mask: no decoder has them, so which keys they see "
@@ -371,7 +434,7 @@ def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: 
         )
     has_window = sliding_window is not _NOT_GIVEN
     window = sliding_window if has_window else getattr(getattr(module, "config", None), "sliding_window", None)
-    if not window or seqlen_k <= window:  # 0 is none: Qwen2-MoE's configuration without a window has it
+    if not window or seqlen_k <= window:  # 0: none, as in Qwen2-MoE's configuration without a window
         return -1
     if not has_window:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Masks of transformers as functions that cuflash traces: any that it, a model or a user puts together.
+"""Mask functions of transformers, its own or a user's, as mask_mods that cuflash traces.
 
-transformers calls them with positions, which count from the begin of what was said; cuflash counts queries and keys of
-the call. Where these begin is added here.
+transformers passes absolute positions; cuflash counts queries and keys from the begin of the call. The offsets are
+added here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Mod = Callable[..., Any]
 def mask_mod_of(
     mask_function: Mod, padding_mask: Tensor | None, begin: Any, kv_offset: Any, device: torch.device
 ) -> Mod:
-    """The mask_mod of a function of transformers, and of padding.
+    """Returns the mask_mod of a function of transformers, and of padding.
 
-    padding_mask (batch, positions): where a key counts; None: all do. begin: the position of the first query, or that
-    of each query; None if the last query stands at the last key. kv_offset: the position of the first key.
+    padding_mask (batch, positions): True where a key counts; None: everywhere. begin: the position of the first query,
+    or of each query; None if the last query is at the last key. kv_offset: the position of the first key.
     """
     padding_mask = None if padding_mask is None else padding_mask.bool()
     first_q, first_k = _number(begin, device), _number(kv_offset, device)
@@ -49,20 +49,20 @@ def mask_mod_of(
 
 
 def _number(value: Any, device: torch.device) -> Tensor | None:
-    """A number on the device, so that kernels do not depend on it; None for 0."""
+    """Returns a number on the device, so that kernels do not depend on it; None for 0."""
     if isinstance(value, Tensor):
         return value.to(device)
     return torch.full((), value, dtype=torch.int32, device=device) if value else None
 
 
 def keywords_of(mask_mod: Mod, shape: tuple[int, ...], heads: int, device: torch.device) -> dict[str, Any] | None:
-    """The keywords of `attention` for a mask_mod, with its mask tiles if it has any; None if it cannot be traced.
+    """Returns the keywords of `attention` for a mask_mod, with its mask tiles if needed; None if it cannot be traced.
 
     shape: (batch, 1, seqlen_q, seqlen_k).
     """
     try:
         root = trace(mask_mod, "mask_mod").root
-    except Exception as error:  # why all: whatever the function does, it can still be called with tensors
+    except Exception as error:  # any error: the function can still be called with tensors
         logger.debug("a mask function of transformers becomes a mask tensor, as it cannot be traced: %s", error)
         return None
     if band(root) is not None:

@@ -1,8 +1,8 @@
-"""Masks of transformers that only say where sequences lie: packed rows, batches with padding, caches that have room.
+"""Masks of transformers that only separate sequences: packed rows, padded batches, caches with free rows.
 
-transformers describes a mask by a function that is put together from a few of its own, and by a table of which tokens
-count. Both are read here. A `SequenceMask` goes through the model in place of the mask that it stands for. Functions
-that say more than where sequences lie are those of `mask_mod.py`.
+transformers describes a mask by a function, composed of a few of its own, and by a table of the tokens that
+count. Both are read here. A `SequenceMask` passes through the model in place of the mask. `mask_mod.py` has all other
+mask functions.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 
 
 class Pattern(NamedTuple):
-    """What a mask function hides, apart from padding: later keys, keys before a window, keys of other sequences."""
+    """Keys that a mask function hides, apart from padding: later keys, keys before a window, other sequences."""
 
     causal: bool = False
-    window: int | None = None  # how many keys a query sees at most, its own among them
-    packed: Tensor | None = None  # (batch, seqlen), to which sequence each token belongs
+    window: int | None = None  # largest number of visible keys, including the query's own position
+    packed: Tensor | None = None  # (batch, seqlen): the sequence id of each token
 
     @classmethod
     def from_function(cls, mask_function: Callable[..., Any]) -> Pattern | None:
-        """None if the function hides anything else."""
+        """Returns the pattern, or None if the function hides anything else."""
         whole = cls._read(mask_function)
         return whole if whole is None or whole.causal or whole.window is None else None
 
@@ -51,7 +51,7 @@ class Pattern(NamedTuple):
             return cls(window=held["sliding_window"])
         if name == _PACKED:
             return cls(packed=held["packed_sequence_mask"])
-        if name == _REMAPPED:  # positions within a sequence are consecutive, so that differences stay the same
+        if name == _REMAPPED:  # consecutive positions within a sequence keep their differences
             return cls._read(held["mask_function"])
         if name != _AND:
             return None
@@ -65,7 +65,7 @@ class Pattern(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where sequences lie in the rows of a batch that are put one after the other, as keywords of `attention`."""
+    """Bounds of the sequences in the flattened rows of a batch, as keywords of `attention`."""
 
     keywords: dict[str, Any]
     causal: bool
@@ -73,9 +73,9 @@ class Places(NamedTuple):
 
 
 def places_of_packed(ids: Tensor, pattern: Pattern) -> Places:
-    """Of rows that hold one sequence after the other: a new one begins where the number (batch, seqlen) changes.
+    """Returns the places of rows that hold several sequences: a new one begins where the id (batch, seqlen) changes.
 
-    It waits for the device.
+    The host waits for the device.
     """
     begins = pad(ids.diff(dim=1) != 0, (1, 0), value=True).flatten().nonzero().flatten()
     bounds = pad(begins, (0, 1), value=ids.numel()).int()
@@ -85,10 +85,10 @@ def places_of_packed(ids: Tensor, pattern: Pattern) -> Places:
 
 
 def places_of_padded(padding_mask: Tensor, seqlen_q: int, pattern: Pattern) -> Places | None:
-    """Of rows with padding before and behind their tokens; None if it also lies between them.
+    """Returns the places of rows with padding before and behind their tokens; None if it also lies between them.
 
-    padding_mask (batch, seqlen_k) is True where a key counts. The last of causal queries stands at the last key, and
-    those without a key of their own become 0. It waits for the device.
+    padding_mask (batch, seqlen_k) is True where a key counts. The last causal query is at the last key, and causal
+    queries at padding become 0. The host waits for the device.
     """
     if not (pad(padding_mask, (1, 0))[:, :-1] < padding_mask).sum(1).le(1).all():
         return None
@@ -105,7 +105,7 @@ def places_of_padded(padding_mask: Tensor, seqlen_q: int, pattern: Pattern) -> P
 def places_of_function(
     mask_function: Any, padding: Tensor | None, seqlen_q: int, kv_offset: int, seqlen_k: int, ends: bool
 ) -> Places | None:
-    """Where sequences lie if a mask says just that; None if it says less, or anything else."""
+    """Returns the places of the sequences if a mask only separates them; None for other masks, and for none."""
     pattern = None if mask_function is None else Pattern.from_function(mask_function)
     if pattern is None or (pattern.causal and not ends):
         return None
@@ -126,10 +126,10 @@ def places_of_static(
     shape: tuple[int, ...],
     device: torch.device,
 ) -> Places | None:
-    """Of causal queries that end at key number `used` of a cache with more room; None if padding hides some before it.
+    """Returns the places of causal queries that end at key `used` of a larger cache, or None if padding hides some.
 
-    padding_mask (batch, positions) is True where a key counts; the cache holds those from `begin` on. shape: (batch, 1,
-    seqlen_q, seqlen_k). It waits for the device.
+    padding_mask (batch, positions) is True where a key counts; the cache holds positions from `begin` on. shape:
+    (batch, 1, seqlen_q, seqlen_k). The host waits for the device.
     """
     batch, _, seqlen_q, seqlen_k = shape
     if pattern is None or not pattern.causal or pattern.packed is not None or not seqlen_q <= used <= seqlen_k:
@@ -143,26 +143,26 @@ def places_of_static(
 
 
 def _ranges(side: str, first: Tensor, used: Tensor, seqlen: int) -> dict[str, Any]:
-    """`used` rows of each row of the batch, from `first` on. What lies between two ranges is given as not used."""
+    """Returns the keywords for `used` rows of each batch row, from `first` on. Rows between ranges are unused."""
     batch = len(first)
     begins = torch.arange(batch, device=first.device) * seqlen + first
     bounds = pad(begins, (0, 1), value=batch * seqlen).int()
     return {f"cu_seqlens_{side}": bounds, f"seqused_{side}": used.int(), f"max_seqlen_{side}": seqlen}
 
 
-_last_visible: list[tuple[Any, int, Places | None]] = []  # the last position_ids, their version, and what they said
+_last_visible: list[tuple[Any, int, Places | None]] = []  # the last position_ids, their version, and their places
 
 
 def places_of_positions(position_ids: Any, batch: int, seqlen_q: int, seqlen_k: int) -> Places | None:
-    """Where the sequences lie whose positions start again in a single row; None for one sequence.
+    """Returns the places of the sequences of a single row whose positions start again; None for one sequence.
 
-    why: with a new cache transformers makes no mask of packed rows. All layers get the same tensor, which is read once.
+    With a new cache transformers makes no mask of packed rows. All layers get one tensor, which is read once.
     """
     if not isinstance(position_ids, Tensor) or position_ids.shape != (1, seqlen_k) or is_traced():
         return None
     if batch != 1 or seqlen_q != seqlen_k or seqlen_k < 2:
         return None
-    # why: tensors of torch.inference_mode have no version, so that a change of them would not be seen.
+    # Inference-mode tensors have no version counter, so changes to them would go unnoticed.
     version = -1 if position_ids.is_inference() else position_ids._version
     for mask, at_version, places in _last_visible:
         if mask() is position_ids and at_version == version >= 0:
@@ -184,17 +184,16 @@ _ABOUT = frozenset(
         )
     }
     | {Tensor.size, Tensor.dim, Tensor.is_floating_point}
-    # why: Dynamo asks for these, and expects those of the memory.
+    # Dynamo reads these, and expects the values of the memory.
     | {Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg}
     | {Tensor._is_view, Tensor.untyped_storage}
 )
 
 
 class SequenceMask(Tensor):
-    """Stands for a boolean mask (batch, 1, seqlen_q, seqlen_k), which is made only if a function is called with it.
+    """A stand-in for a boolean mask (batch, 1, seqlen_q, seqlen_k), computed only if a function is called with it.
 
-    why: layers pass their masks on, and a few look at them or cut them to the keys that there are; a mask of 32k tokens
-    has 1 GB.
+    Layers pass their masks on, and a few read them or cut them to the number of keys. A mask of 32k tokens has 1 GB.
     """
 
     places: Places | None
@@ -209,21 +208,21 @@ class SequenceMask(Tensor):
         make: Callable[[], Tensor],
         mask_mod: Callable[..., Any],
     ) -> SequenceMask:
-        """places: where sequences lie, if that is all that the mask says. mask_mod: the mask as a function."""
-        # why zeros: code that reads this memory past `__torch_function__` sees no key, and not those of others.
+        """Builds a mask. places: None if it does more than separate sequences. mask_mod: the mask as a function."""
+        # Zeros: code that reads this memory past `__torch_function__` sees no key, instead of other sequences' keys.
         mask: Any = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(SequenceMask)
         mask.places, mask._make, mask._mask_mod = places, make, mask_mod
         return mask  # type: ignore[no-any-return]
 
     def whole(self) -> Tensor:
-        """The mask as a plain tensor."""
+        """Returns the mask as a plain tensor."""
         tensor = self.__dict__.get("_whole")
         if tensor is None:
             tensor = self._whole = self._make()
         return tensor
 
     def as_function(self, heads: int) -> dict[str, Any] | None:
-        """The keywords of `attention`, which all layers share; None if cuflash cannot trace the function."""
+        """Returns the keywords of `attention`, shared by all layers; None if cuflash cannot trace the function."""
         if heads not in (keywords := self.__dict__.setdefault("_keywords", {})):
             keywords[heads] = keywords_of(self._mask_mod, tuple(self.shape), heads, self.device)
         found_keywords: dict[str, Any] | None = keywords[heads]
@@ -239,7 +238,7 @@ class SequenceMask(Tensor):
 
 
 def _cuts_nothing(func: Any, args: Any) -> bool:
-    """Whether this takes a part of a mask that is all of it."""
+    """True if an index expression selects all of a mask."""
     if func is not Tensor.__getitem__ or not isinstance(args[1], tuple) or len(args[1]) > args[0].dim():
         return False
     lengths = zip(args[1], args[0].shape, strict=False)
@@ -247,7 +246,7 @@ def _cuts_nothing(func: Any, args: Any) -> bool:
 
 
 def also_packed(mask: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
-    """A mask tensor that also hides keys of other sequences than the query's."""
+    """Returns a mask tensor that also hides keys of sequences other than the query's."""
     batch, _, seqlen_q, seqlen_k = mask.shape
     of_q, of_k = (
         torch.searchsorted(bounds, torch.arange(batch * length, device=mask.device), right=True).view(-1, length)
@@ -258,19 +257,19 @@ def also_packed(mask: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
 
 
 def is_recorded() -> bool:
-    """Whether somebody makes a graph of PyTorch's ops of what runs."""
+    """True while a graph of PyTorch's ops is recorded."""
     return bool(torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def is_traced() -> bool:
-    """Whether a trace or a capture runs, in which the values of tensors cannot be read."""
-    if is_recorded():  # why first: Dynamo cannot trace the question below
+    """True while a trace or a capture runs, in which the values of tensors cannot be read."""
+    if is_recorded():  # first: Dynamo cannot trace the call below
         return True
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def is_whole(padding: Tensor | None, begin: int, end: int) -> bool:
-    """Whether none of the keys `begin … end - 1` is padding."""
+    """True if none of the keys `begin … end - 1` is padding."""
     if padding is None:
         return True
     return padding.shape[1] >= end and not is_traced() and bool(padding[:, begin:end].all())

@@ -1,4 +1,4 @@
-"""Which models of transformers may be loaded with cuflash, and that transformers does not take it for flash-attn."""
+"""Checks of models of transformers: refuses unsupported ones, and keeps "cuflash" apart from flash-attn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except ImportError:  # before version 5, which warns itself
 NAME = "cuflash"
 EAGER = 'load the model with attn_implementation="eager"'
 SDPA = 'load the model with attn_implementation="sdpa"'
-# Some models test for the flash-attn package in this way, and the name "cuflash" would pass the test.
+# A test of some models for the flash-attn package, which the name "cuflash" would pass.
 _TAKES_FOR_FLASH_ATTN = re.compile(r"""["']flash["'] in [\w.]*_attn_implementation""")
 
 
@@ -34,8 +34,8 @@ _TAKES_FOR_FLASH_ATTN = re.compile(r"""["']flash["'] in [\w.]*_attn_implementati
 def tell_from_flash_attn() -> None:
     """Stops transformers 5 from taking "cuflash" for the flash-attn package.
 
-    why: it takes any name with "flash" in it for that package, fails to load it, and would give layers cu_seq_lens in
-    place of masks. One function decides this. Modules import it by name, so it is replaced in every loaded module.
+    It takes any name with "flash" in it for that package, fails to load it, and would pass layers cu_seq_lens in place
+    of masks. One function decides this. Modules import it by name, so it is replaced in every loaded module.
     """
     original: Any = getattr(generic, "is_flash_attention_requested", None)
     if original is None:
@@ -54,9 +54,9 @@ def tell_from_flash_attn() -> None:
 
 
 def refuse_weights(is_requested: Any) -> None:
-    """Raises if attention weights are requested: of the layer, or of a model, which then collects those of its layers.
+    """Raises if attention weights are requested: of the layer, or of a model, which then collects them from its layers.
 
-    why: many layers get no flag, and a model that collects no weights returns an empty tuple.
+    Many layers get no flag, and a model that collects no weights would return an empty tuple.
     """
     if is_requested or _collects_weights():
         raise UnsupportedError(f"output_attentions=True: cuflash never holds the attention weights; {EAGER}")
@@ -66,14 +66,14 @@ def _collects_weights() -> bool:
     if _collector is None:
         return False
     if torch.compiler.is_compiling():
-        # transformers sets this in graphs, as the compiler cannot read a variable of the context.
+        # transformers sets this in graphs, as the compiler cannot read a context variable.
         return _names_weights(_collector.global_var) or _are_collected_around()
     return _names_weights(_collector.get())
 
 
 @torch.compiler.assume_constant_result
 def _are_collected_around() -> bool:
-    """Looks, while a graph of some layers is made, at what the uncompiled model around them collects."""
+    """True if the uncompiled model around the layers collects weights, while a graph of them is built."""
     return _names_weights(_collector.context_var.get())
 
 
@@ -88,7 +88,7 @@ def _log_sdpa(layer: str) -> None:
 
 @torch.compiler.assume_constant_result
 def tell_of_sdpa(layer: str) -> bool:
-    """Logs while a graph is made, of which it is no part."""
+    """Logs that sdpa computes a layer, while a graph is built, outside of the graph."""
     _log_sdpa(layer)
     return True
 
@@ -96,8 +96,8 @@ def tell_of_sdpa(layer: str) -> bool:
 def refuse_by_name() -> None:
     """Makes transformers refuse "cuflash" for models that have attention code of their own.
 
-    why: transformers does not ask a model whether it supports a registered name. Such a model would not call our
-    function, would use our mask in its own code (where None shows what follows), or would find no class of the name.
+    transformers accepts a registered name for any model. Such a model would not call our function. It would use our
+    mask in its own code, where None shows later tokens, or would lack a class of the name.
     """
     # The method's name in transformers 4.53, and its name in later versions.
     for name in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation"):
@@ -107,7 +107,7 @@ def refuse_by_name() -> None:
 
         @functools.wraps(original)
         def validated(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-            # why any argument: models pass the name by position or by keyword, and the keyword differs between them.
+            # Any argument: models pass the name by position or by keyword, under different keywords.
             if NAME in (*args, *kwargs.values()):
                 _validate(type(self))
                 _enter_into_tables(type(self))
@@ -119,16 +119,16 @@ def refuse_by_name() -> None:
 
 @functools.cache
 def refuse_by_configuration(config: type) -> None:
-    """Raises UnsupportedError if models of this class of configurations have attention code of their own.
+    """Raises UnsupportedError if models of this configuration class have attention code of their own.
 
-    why: a name that is set as an attribute of the configuration of a finished model is judged by nobody. Such a model
-    then takes our mask, and computes without one.
+    transformers does not validate a name that is set on the configuration of a loaded model. Such a model would use our
+    mask in its own attention, and compute without one where it is None.
     """
     module = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
     for model in () if module is None else vars(module).values():
         is_model = isinstance(model, type) and issubclass(model, PreTrainedModel)
         if is_model and getattr(model, "config_class", None) is config:
-            # why not those of images: they ask for no masks.
+            # Image tables are exempt: their modules use no masks.
             if any("VISION" not in name for name in _tables_of(model)):
                 raise _unsupported_attention(model)
             _validate(model)
@@ -136,20 +136,20 @@ def refuse_by_configuration(config: type) -> None:
 
 
 def _tables_of(model: type) -> dict[str, Any]:
-    """The tables of classes, in a model's file, from which its modules take their attention by the name of it."""
+    """Returns the tables of classes in a model's file, from which its modules take attention by name."""
     code = vars(sys.modules[model.__module__])
     return {name: table for name, table in code.items() if name.endswith("ATTENTION_CLASSES")}
 
 
 def _is_offered(name: str, table: dict[str, Any]) -> bool:
-    """True for a table of attention over images that has a class for sdpa: it asks for no masks, and for no name."""
+    """True for a table of image attention with a class for sdpa: its modules use no masks, and check no name."""
     return "VISION" in name and "sdpa" in table
 
 
 def _enter_into_tables(model: type) -> None:
-    """Enters our name into the tables of a model's file, as SAM and Data2VecVision have them; or a refusal.
+    """Adds our name to the tables of a model's file (SAM, Data2VecVision), or a class that refuses.
 
-    why no refusal of the model: its other modules call functions, or belong to models of the file without a table.
+    The model itself is not refused: its other modules call functions, or belong to models of the file without a table.
     """
 
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def _enter_into_tables(model: type) -> None:
 
 
 class _SdpaOnCuflash(TorchFunctionMode):
-    """Inside, PyTorch's scaled_dot_product_attention is computed by cuflash."""
+    """A mode in which cuflash computes PyTorch's scaled_dot_product_attention."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_sdpa = function is torch.nn.functional.scaled_dot_product_attention
@@ -177,9 +177,9 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """PyTorch's function, by its arguments; operands are (batch, heads, seqlen, head_dim), or without batch.
+    """Computes PyTorch's function, with its arguments; operands are (batch, heads, seqlen, head_dim), or without batch.
 
-    It computes layers with masks in graphs itself: those would end at each of them otherwise.
+    Layers with masks in graphs stay on PyTorch's function: each graph would end at them otherwise.
     """
     if attn_mask is not None and is_recorded():
         tell_of_sdpa("A layer of a model of images")
@@ -200,7 +200,7 @@ def _sdpa(
 
 @functools.cache
 def _on_cuflash(sdpa_class: Any) -> Any:
-    """Returns a model's class of attention by sdpa, with cuflash in its place."""
+    """Returns a subclass of a model's sdpa attention class that runs on cuflash."""
     signature = inspect.signature(sdpa_class.forward)
 
     class OnCuflash(sdpa_class):
@@ -209,7 +209,7 @@ def _on_cuflash(sdpa_class: Any) -> Any:
             with _SdpaOnCuflash():
                 return super().forward(*args, **kwargs)
 
-        # why: a class that is made here has no name by which pickle, or a spawned process, would find it.
+        # pickle, and spawned processes, cannot find a class that is created here by name.
         def __reduce__(self) -> tuple[Any, ...]:
             return _empty_on_cuflash, (sdpa_class,), self.__dict__
 
@@ -222,7 +222,7 @@ def _empty_on_cuflash(sdpa_class: Any) -> Any:
 
 
 def _unsupported_attention(model: type) -> UnsupportedError:
-    """Returns the error for a model that would not call our function, with an implementation that it has."""
+    """Returns the error for a model that would not call our function; it names an implementation for it."""
     module = model.__module__
     names = (name.lower() for name, x in vars(sys.modules[module]).items() if getattr(x, "__module__", None) == module)
     if not any("attention" in name or "attn" in name for name in names):
@@ -246,7 +246,7 @@ def _validate(model: type) -> None:
         raise _unsupported_attention(model)
     try:
         source = inspect.getsource(module)
-    except (OSError, TypeError):  # the model was typed in and has no file
+    except (OSError, TypeError):  # the model was defined interactively, without a file
         return
     if _TAKES_FOR_FLASH_ATTN.search(source):
         raise UnsupportedError(
