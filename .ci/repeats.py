@@ -39,7 +39,7 @@ extern "C" __global__ void compare(void* result, const void* expected, long long
                                    int* wrong) {
   for (long long i = blockIdx.x * 256LL + threadIdx.x; i < size; i += gridDim.x * 256LL) {
     unsigned x = bits(result, i, kind), y = bits(expected, i, kind);
-    // why so: NaN is beyond every tolerance
+    // NaN is beyond every tolerance
     bool close = tolerance > 0 && fabsf(number(x, kind) - number(y, kind)) <= tolerance;
     if (x != y && !close) atomicAdd(wrong, 1);
     if (kind == 0) static_cast<unsigned*>(result)[i] = -1;

@@ -341,7 +341,7 @@ def test_ragged_paged_attention_has_jaxs_signature_and_validates() -> None:
         ragged_paged_attention(**pages(mask_value=0.0))
 
 
-def test_a_program_of_several_lengths_is_exported_with_its_options() -> None:
+def test_a_varlen_program_is_exported_with_its_options() -> None:
     export = pytest.importorskip("jax.export")
     pytest.importorskip("flatbuffers")
     inputs = varlen_arrays(replace(PACKED, dtype="float32"))
