@@ -173,8 +173,9 @@ def forward(
     count from the begin of the sequence. `cuflash.mods.seqlen_q()` and `cuflash.mods.seqlen_k()` are its used lengths.
     The functions take scalars and are traced once. They may use operators, `if`, and functions of NumPy, PyTorch,
     jax.numpy, math and `cuflash.mods`. They may load `array[index, …]` from arrays that they refer to. Each call reads
-    the values of these arrays; indices outside are clamped. `cuflash.mods` lists the types in which they compute: masks
-    are exact for captured float64 and for integers beyond int32. A score of at most -1e37 weighs nothing.
+    the values of these arrays. Negative indices count from the end, and others outside are clamped. `cuflash.mods`
+    lists the types in which they compute: masks are exact for captured float64 and for integers beyond int32. A score
+    of at most -1e37 weighs nothing.
 
     Equal bits. With split_size, the bits of a row depend only on its q and on the keys and values that it sees. This
     holds for out and lse on one kind of GPU: dense, packed, in a cache, in pages, and beside any other queries. One

@@ -76,7 +76,7 @@ def missing() -> list[str]:
     except UnsupportedError as error:
         return [str(error)]
     if not _driver():
-        return ["no NVIDIA driver was found: kernels compile here, but only NumPy arrays run"]
+        return ["no NVIDIA driver was found: kernels compile here, but only arrays on the CPU run"]
     if not device.count():
         return [f"CuPy can use no GPU; if there is one, its driver is too old for this CuPy: {INSTALL_HINT}"]
     return []
