@@ -16,7 +16,8 @@ in float32, as scores are, with two exceptions.
   concerns a captured float64, an integer that float32 may not hold, and an np.float64. It also concerns indices beside
   a number that float32 does not hold, as in `q_idx * 0.1 > k_idx`. Beside other numbers indices are float32. So are
   quotients of indices, and functions such as exp and log of them.
-- A sum of captured float64 or such integers is rounded once, in any spelling: `score + t[k_idx] - t[q_idx]`.
+- A sum of captured float64 or such integers is rounded once, in any order: `score + t[k_idx] - t[q_idx]`. Take such a
+  difference before a product or a choice that holds the score: `(score + t[k_idx]) * 2 - t[q_idx] * 2` is float32.
 
 float64 takes 64 times as long as float32 on consumer GPUs, so subtract an offset beforehand where you can.
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from ..errors import ProblemError, UnsupportedError
+
 Call = TypeVar("Call", bound=Callable[..., Any])
 Refusal = TypeVar("Refusal", bound=Exception)
 
@@ -191,8 +193,10 @@ def _phrases(keyword: str, names: Iterable[str]) -> str:
 def renamed(error: Refusal, names: Mapping[str, str]) -> Refusal:
     """Returns an error of a call with other names of arguments. names: maps cuflash's names to these.
 
-    Parts of paths stay unchanged.
+    Parts of paths stay unchanged, as do errors about a function of the caller, and those that such a function raises.
     """
+    if type(error) not in (ProblemError, UnsupportedError) or "_mod" in str(error):
+        return error
     text = re.sub(r"(?<![\w./\\])[a-z_]+(?![\w/\\]|\.py)", lambda match: names.get(match[0], match[0]), str(error))
     return type(error)(text).with_traceback(error.__traceback__)
 

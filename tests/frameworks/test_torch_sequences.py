@@ -220,7 +220,7 @@ def test_invalid_arguments_are_refused_by_name() -> None:
     ):
         with pytest.raises(ProblemError, match=words):
             attention(**arguments | {name: wrong})
-    with pytest.raises(ProblemError, match="max_seqlen_k=3, but no cu_seqlens"):
+    with pytest.raises(ProblemError, match="max_seqlen_k=3, but the call is not varlen"):
         attention(*(torch.zeros(1, 2, 2, 8) for _ in range(3)), max_seqlen_k=3)
     torch._dynamo.reset()
     with pytest.raises(ProblemError, match="max_seqlen_q=True is a bool"):

@@ -200,3 +200,15 @@ def test_errors_are_renamed_word_by_word_and_paths_are_not() -> None:
     error = renamed(cuflash.UnsupportedError(text), names)
     assert type(error) is cuflash.UnsupportedError
     assert str(error) == expected
+
+
+class _CallerError(cuflash.ProblemError):
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(f"{name} {count}")
+
+
+@pytest.mark.parametrize(
+    "error", [_CallerError("q", 2), NotImplementedError("q"), cuflash.ProblemError("score_mod takes (q, k)")]
+)
+def test_renamed_error_of_a_function_of_the_caller_is_unchanged(error: Exception) -> None:
+    assert renamed(error, {"q": "query", "k": "key"}) is error

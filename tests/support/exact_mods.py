@@ -25,6 +25,7 @@ MINUTES = SECONDS + np.float32(60)
 SHIFTS = (5 * PLACES).astype(np.uint8)
 TICKS = 1_700_000_000_000_000_000 + 10_000_000_000 * PLACES
 NOW = np.float64(1_700_000_030.2)
+BEGIN = np.float64(1_700_000_000.1)
 LIMIT = np.float64(SECONDS[3]) + np.float64(1e-9)
 MINUTE = np.float64(60.0)
 
@@ -90,6 +91,11 @@ DIFFERENCES: dict[str, Callable[..., Any]] = {
     "of large offsets": lambda score, b, h, i, j: score + 0.01 * (TIMES[j] - 1.7e9) - 0.01 * (TIMES[i] - 1.7e9),
     "from a number": lambda score, b, h, i, j: score + 0.01 * TIMES[j] - 17_000_000.001 - 0.1 * i,
     "from an index": lambda score, b, h, i, j: score + 0.01 * (TIMES[j] - (1.7e9 + 10.0 * i + 0.1)),
+    "from a number of NumPy": lambda score, b, h, i, j: score + 0.01 * TIMES[j] - 0.01 * BEGIN - 0.1 * i,
+    "from a chosen number": lambda score, b, h, i, j: (
+        score + 0.01 * TIMES[j] - np.where(h < 9, 0.01 * BEGIN, 0.0) - 0.1 * i
+    ),
+    "from a product": lambda score, b, h, i, j: score + 0.01 * TIMES[j] - (i * 0 + 1) * 0.01 * BEGIN - 0.1 * i,
     "of integers": lambda score, b, h, i, j: score + 1e-11 * (TICKS[j] - TICKS[i]),
     "of cast integers": lambda score, b, h, i, j: score + 1e-11 * (float(TICKS[j]) - TICKS[i].astype("float64")),
     "of quotients": lambda score, b, h, i, j: score + 0.01 * (TICKS[j] / 1e9 - TICKS[i] / 1e9),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .extents import is_large, is_wide, needs_digits
 from .graph import Node, post_order
 from .operations import COMPARISONS, DIVISIONS, FLOATING, ROUNDING, Type
-from .simplify import build, cast, constant, load, rebuilt
+from .simplify import build, cast, constant, load, number_in, rebuilt
 
 # Operations of floats that turn a small difference into a large one.
 SHARP = {*COMPARISONS, *ROUNDING, *DIVISIONS, "sign"}
@@ -93,7 +93,9 @@ def _of_float64(x: Node, parts: list[_Forms], is_settled: bool) -> _Forms:
     forms = _of_leaf(x, parts, is_settled) if x.op in ("load", "constant", "cast") else _of_operation(x, parts)
     if "score" in x.inputs or forms.is_curve:
         return forms._replace(rest=forms.short)
-    counts = forms.has_captured or (x.op == "constant" and abs(x.value) >= _LARGE)
+    number = number_in(x)
+    is_large = abs(number) >= _LARGE if number is not None else any(part.terms for part in parts)
+    counts = forms.has_captured or is_large
     return forms._replace(total=forms.long, terms=int(counts))
 
 
