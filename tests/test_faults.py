@@ -24,7 +24,7 @@ def test_each_fault_has_one_place_and_tests(faults: Any) -> None:
 
 
 def test_a_fault_that_no_test_catches_is_reported(faults: Any, tmp_path: Any) -> None:
-    unseen = faults.Fault("a comment", "problem/mask.py", "Which keys a query sees.", "Which keys.", "test_faults.py")
+    unseen = faults.Fault("a comment", "problem/mask.py", "Mask of causal and", "Mask of", "test_faults.py")
     for name in (f"cuflash/{unseen.file}", "tests/test_faults.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     text = (ROOT / "cuflash" / unseen.file).read_text("utf-8")
