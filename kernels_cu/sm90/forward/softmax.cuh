@@ -65,13 +65,13 @@ struct Softmax {
     return __uint_as_float(h == 0 ? both << 16 : both & 0xffff0000u);
   }
 
-  // Keeps the upper 16 bits in all kernels, as more bits would make a kernel scale other rows (L42).
+  // Sets the limit of row h to a number whose lower 16 bits are 0.
   __device__ __forceinline__ void set_limit(int h, float limit) {
-    const unsigned bits = __float_as_uint(limit);
     if constexpr (kPacksLimits) {
-      limits[0] = __uint_as_float(__byte_perm(__float_as_uint(limits[0]), bits, h == 0 ? 0x3276 : 0x7610));
+      limits[0] =
+          __uint_as_float(__byte_perm(__float_as_uint(limits[0]), __float_as_uint(limit), h == 0 ? 0x3276 : 0x7610));
     } else {
-      limits[h] = __uint_as_float(bits & 0xffff0000u);
+      limits[h] = limit;
     }
   }
 
@@ -209,8 +209,10 @@ struct Softmax {
         shift[h] = scales ? updated : shift[h];
         sum[h] *= o_scale[h], sums[h] *= o_scale[h];
         scale_row(s, h, o_scale[h]);
-        // The largest weight stays the unit while few keys make up the sum.
-        if (again[h]) set_limit(h, scales ? fmaxf(kUnit, 0.5f * (sum[h] + sums[h])) : kUnit);
+        // The largest weight stays the unit while few keys make up the sum. The limit has 16 bits in all kernels, as
+        // more bits would make a kernel scale other rows (L42).
+        const float half_sum = __uint_as_float(__float_as_uint(0.5f * (sum[h] + sums[h])) & 0xffff0000u);
+        if (again[h]) set_limit(h, scales ? fmaxf(kUnit, half_sum) : kUnit);
         again[h] = too_large;
       }
     }
