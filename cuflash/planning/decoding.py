@@ -17,7 +17,7 @@ from .mod_code import make_mod_code
 from .plan import MAX_GRID, Launch, Plan, TmaBox, blocks_of, make_plan, make_variant
 from .tile import FLOAT_BYTES
 from .tiles_sm80 import Tile
-from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile
+from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile, decoding_tile
 from .variant import Variant
 
 # With so few queries a varlen sequence, and so few rows with all heads of a group, reading keys takes most of the time.
@@ -84,7 +84,7 @@ def _decode_plan(
     # The kernel then splits keys so that no thread block has a second work tile. Not with pages: 5 % slower.
     is_single = is_narrow and may_be_single and few and not paged and splits == 0 and num_blocks <= device.num_sms
     problem = problem._replace(seqlen_info=varlen)
-    tile = row.for_decoding(paged, few, is_narrow, is_single)
+    tile = decoding_tile(row, paged, few, is_narrow, is_single)
     tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
     if num_blocks * tiles > MAX_TILES:
         return None
@@ -124,7 +124,7 @@ def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_
         return False
     times = []
     for is_narrow, cost in ((False, SPLIT_COST), (True, SPLIT_COST_OF_A_WARP)):
-        tile, heads = row.for_decoding(paged=False, few=False, narrow=is_narrow), problem.batch * problem.heads_kv
+        tile, heads = decoding_tile(row, paged=False, few=False, narrow=is_narrow), problem.batch * problem.heads_kv
         blocks, tiles = heads * blocks_of(num_rows, tile.block_q), _visible_tiles(problem, num_rows, tile.block_k)
         shared_rows, each = min(num_rows, tile.block_q), max(heads, READ_AGAIN * blocks) * tiles / device.num_sms
         worth_merging = cost * math.sqrt(tiles * shared_rows / tile.block_k)

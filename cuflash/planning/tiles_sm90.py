@@ -7,6 +7,7 @@ runner-up of most tiles, and `EXPERIMENTS.csv` holds all measurements. Longer ri
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from .device import DEVICES
 from .tile import FLOAT_BYTES, ROW_PADDING, macros, rounded_up
@@ -88,25 +89,29 @@ class WarpgroupTile:
         columns = min(self.q_columns, 32 if paged else 16) if self.head_dim > 192 else self.q_columns
         return replace(self, q_columns=columns, is_varlen=True, paged=paged)
 
-    def for_decoding(self, paged: bool, few: bool, narrow: bool = False, single: bool = False) -> WarpgroupTile:
-        """Returns the tile of `sm90/decode/decode.cu` with the same key tiles, and the longest ring that fits a block.
 
-        narrow: True for `sm90/decode/narrow.cu`, which has the rows of one warp. single: True if each thread block has
-        at most one work tile.
-        """
-        # q stays in shared memory: NVRTC 13.0 loses q's registers (L51).
-        tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
-                       max_keys=None, dropout=None, is_varlen=True, decodes=True, paged=paged, few=few)  # fmt: skip
-        if narrow:
-            tile = replace(tile, block_q=WARP_ROWS, block_k=128 if self.head_dim <= 128 else 64, q_stages=2)
-        room = SMEM_PER_BLOCK
-        if single:
-            tile = replace(tile, q_stages=1, single=True)
-            # Half of an SM, so that thread blocks of two consecutive calls run together.
-            room = SMEM_PER_SM // 2 - 1024 if self.head_dim_v <= 128 else room
-        most = 2 * (WORK_SLOTS - 5)  # one work slot for every two stages of the ring, and five more
-        fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
-        return next(each for each in fitting if each.smem_bytes(2) <= room)
+@cache  # because it takes two thirds of the time to plan a new length
+def decoding_tile(
+    tile: WarpgroupTile, paged: bool, few: bool, narrow: bool = False, single: bool = False
+) -> WarpgroupTile:
+    """Returns the tile of `sm90/decode/decode.cu` with the same key tiles, and the longest ring that fits a block.
+
+    narrow: True for `sm90/decode/narrow.cu`, which has the rows of one warp. single: True if each thread block has
+    at most one work tile.
+    """
+    # q stays in shared memory: NVRTC 13.0 loses q's registers (L51).
+    tile = replace(tile, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
+                   max_keys=None, dropout=None, is_varlen=True, decodes=True, paged=paged, few=few)  # fmt: skip
+    if narrow:
+        tile = replace(tile, block_q=WARP_ROWS, block_k=128 if tile.head_dim <= 128 else 64, q_stages=2)
+    room = SMEM_PER_BLOCK
+    if single:
+        tile = replace(tile, q_stages=1, single=True)
+        # Half of an SM, so that thread blocks of two consecutive calls run together.
+        room = SMEM_PER_SM // 2 - 1024 if tile.head_dim_v <= 128 else room
+    most = 2 * (WORK_SLOTS - 5)  # one work slot for every two stages of the ring, and five more
+    fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
+    return next(each for each in fitting if each.smem_bytes(2) <= room)
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,8 +230,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
         if row.softcap in (None, capped):
             rows_of = [row, *map(row.for_varlen, (False, True))]
-            rows_of += [row.for_decoding(*each) for each in product((False, True), repeat=3)]
-            rows_of.append(row.for_decoding(paged=False, few=True, narrow=True, single=True))
+            rows_of += [tiles_sm90.decoding_tile(row, *each) for each in product((False, True), repeat=3)]
+            rows_of.append(tiles_sm90.decoding_tile(row, paged=False, few=True, narrow=True, single=True))
             expected |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
