@@ -1,0 +1,31 @@
+"""Attention over a sequence that many GPUs share (context parallelism).
+
+Example::
+
+    from cuflash.distributed import Layout, attention, unshard
+
+    layout = Layout(seqlen, torch.distributed.group.WORLD)    # or cu_seqlens of packed documents
+    x, positions = layout.shard(x, dim=1), layout.positions()
+    out = attention(q, k, v, layout=layout, causal=True)    # this rank's rows
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .layout import Layout
+
+if TYPE_CHECKING:
+    from .torch import attention as attention
+    from .torch import unshard as unshard
+
+__all__ = ["Layout", "attention", "unshard"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs PyTorch at its first use."""
+    if name in ("attention", "unshard"):
+        from . import torch as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,116 @@
+"""Scheme "gather": each rank fetches the keys that its rows see, and no others; then it computes its rows."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..frameworks.torch import attention
+from .exchange import exchange
+from .layout import Layout
+from .rectangles import Piece, Range, Window, needed_keys, pieces_of
+from .scheme import Call, with_offsets
+
+
+class Fetch(NamedTuple):
+    """Which rows a rank sends and receives, and where the keys of each piece of its rows then lie.
+
+    sent: its local rows, in the order of ranks. order: received rows in the order of the sequence. starts: the first
+    fetched row of each piece's keys.
+    """
+
+    send: list[int]
+    receive: list[int]
+    sent: torch.Tensor
+    order: torch.Tensor
+    pieces: list[Piece]
+    starts: list[int]
+
+
+def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) of a rank's rows."""
+    fetch = _fetch(call.layout, call.rank, call.window, q.device)
+    k, v = (_fetched(call, fetch, x) for x in (k, v))
+    if not fetch.pieces:  # the rank has no rows
+        return attention(q, k, v, return_lse=True, **call.options)
+    if _is_one_call(call, fetch, q.shape[0]):
+        return _packed(call, fetch, q, k, v)
+    results = []
+    for piece, start in zip(fetch.pieces, fetch.starts, strict=True):
+        rows, keys = piece.local, slice(start, start + piece.keys[1] - piece.keys[0])
+        mods = with_offsets(call.mods, q=piece.q_index, k=piece.k_index)
+        if (bias := mods.get("bias")) is not None:
+            bias = bias[..., slice(*rows), :] if bias.shape[-2] > 1 else bias
+            mods["bias"] = bias[..., slice(*piece.keys)] if bias.shape[-1] > 1 else bias
+        window = (call.window.left, call.window.right)
+        results.append(attention(q[:, slice(*rows)], k[:, keys], v[:, keys], window_size=window, return_lse=True,
+                                 diagonal_offset=piece.q_index - piece.k_index, **call.options, **mods))  # fmt: skip
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def _is_one_call(call: Call, fetch: Fetch, batch: int) -> bool:
+    """True if the pieces can be the packed sequences of one call: their diagonals then end at their last keys."""
+    ends_with_keys = call.window.is_open or all(piece.ends_with_keys for piece in fetch.pieces)
+    has_indices = not call.mods.keys().isdisjoint(("score_mod", "mask_mod", "bias"))
+    return batch == 1 and len(fetch.pieces) > 1 and ends_with_keys and not has_indices
+
+
+def _packed(
+    call: Call, fetch: Fetch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes all pieces in one call."""
+    lengths_q = [piece.local[1] - piece.local[0] for piece in fetch.pieces]
+    lengths_k = [piece.keys[1] - piece.keys[0] for piece in fetch.pieces]
+    if any(start != end for start, end in zip(fetch.starts[1:], np.cumsum(lengths_k)[:-1], strict=False)):
+        # Pieces of one document share keys, and packed sequences cannot: each gets a copy.
+        runs = [np.arange(start, start + length) for start, length in zip(fetch.starts, lengths_k, strict=True)]
+        index = torch.from_numpy(np.concatenate(runs)).to(k.device)
+        k, v = k.index_select(1, index), v.index_select(1, index)
+    bounds_q, bounds_k = (
+        call.bounds_tensor((0, *np.cumsum(lengths).tolist()), q.device) for lengths in (lengths_q, lengths_k)
+    )
+    window = (call.window.left, call.window.right)
+    out, lse = attention(q[0], k[0], v[0], cu_seqlens_q=bounds_q, cu_seqlens_k=bounds_k, max_seqlen_q=max(lengths_q),
+                         max_seqlen_k=max(lengths_k), window_size=window, return_lse=True, **call.options,
+                         **call.mods)  # fmt: skip
+    return out[None], lse[None]
+
+
+def _fetched(call: Call, fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
+    """Returns the needed rows of the whole sequence, in its order."""
+    rows = exchange(x.transpose(0, 1).index_select(0, fetch.sent), fetch.send, fetch.receive, call.group)
+    return rows.index_select(0, fetch.order).transpose(0, 1)
+
+
+@lru_cache(64)
+def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> Fetch:
+    needed = [needed_keys(layout, each, window) for each in range(layout.ranks)]
+
+    def held(receiver: int, sender: int) -> list[tuple[Range, int]]:
+        """Returns the ranges of needed rows that a rank sends to another, and the first local row of each."""
+        ranges = []
+        for span in layout.spans[sender]:
+            for begin, end in needed[receiver]:
+                a, b = max(begin, span.begin), min(end, span.end)
+                if a < b:
+                    ranges.append(((a, b), a - span.begin + span.local))
+        return ranges
+
+    give = [held(each, rank) for each in range(layout.ranks)]
+    take = [held(rank, each) for each in range(layout.ranks)]
+
+    def count(ranges: list[tuple[Range, int]]) -> int:
+        return sum(b - a for (a, b), _ in ranges)
+
+    empty: Any = np.empty(0, np.int64)
+    sent = np.concatenate([empty, *(np.arange(at, at + b - a) for each in give for (a, b), at in each)])
+    received = np.concatenate([empty, *(np.arange(a, b) for each in take for (a, b), _ in each)])
+    order = np.argsort(received)
+    pieces = pieces_of(layout, rank, window)
+    starts = np.searchsorted(received[order], [piece.keys[0] for piece in pieces]).tolist()
+    sent, order = torch.from_numpy(sent).to(device), torch.from_numpy(order).to(device)
+    return Fetch([*map(count, give)], [*map(count, take)], sent, order, pieces, starts)

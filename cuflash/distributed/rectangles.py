@@ -1,0 +1,141 @@
+"""Visible rectangles: which rows of one rank see which keys of another, as dense calls with a diagonal offset."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .layout import Layout
+
+Range = tuple[int, int]
+KEY_STEP = 128  # multiple of the keys of all key tiles
+
+
+class Window(NamedTuple):
+    """Numbers of keys that a query sees left and right of its own position; None for an open side."""
+
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if every query sees all keys of its document."""
+        return self.left is None and self.right is None
+
+
+class Rectangle(NamedTuple):
+    """A dense call: rows `q` of one rank over rows `k` of another, local ranges (begin, end).
+
+    diagonal_offset: that of the window within the rectangle; None if every query sees every key. q_index, k_index: the
+    positions of the first row and the first key in their document.
+    """
+
+    q: Range
+    k: Range
+    diagonal_offset: int | None
+    q_index: int
+    k_index: int
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key, masked ones included."""
+        return (self.q[1] - self.q[0]) * (self.k[1] - self.k[0])
+
+
+def rectangles(layout: Layout, rank_q: int, rank_k: int, window: Window, merge: bool = True) -> list[Rectangle]:
+    """Returns the rectangles of a rank's rows and another rank's keys that hold visible pairs.
+
+    merge: joins full rectangles that lie side by side, which hides the positions within documents.
+    """
+    rects: list[Rectangle] = []
+    for span in layout.spans[rank_q]:
+        for begin, end, document in layout.pieces(span.begin, span.end):
+            for other in layout.spans[rank_k]:
+                stop = layout.end_of(document)
+                keys = max(other.begin, document), min(other.end, stop)
+                if (cut := _cut((begin, end), keys, window)) is None:
+                    continue
+                (a, b), (c, d) = cut
+                is_full = (window.left is None or b - 1 - window.left <= c) and (
+                    window.right is None or d - 1 <= a + window.right
+                )
+                rows = a - span.begin + span.local, b - span.begin + span.local
+                local_keys = c - other.begin + other.local, d - other.begin + other.local
+                offset = None if is_full else a - c
+                rects.append(Rectangle(rows, local_keys, offset, a - document, c - document))
+    return _merged(rects) if merge else rects
+
+
+def _cut(rows: Range, keys: Range, window: Window) -> tuple[Range, Range] | None:
+    """Cuts rows and keys to those with a visible partner; None if there are none."""
+    (a, b), (c, d) = rows, keys
+    if window.left is not None:
+        c = max(c, a - window.left)
+    if window.right is not None:
+        d = min(d, b + window.right)
+    if window.left is not None:
+        b = min(b, d + window.left)
+    if window.right is not None:
+        a = max(a, c - window.right)
+    return ((a, b), (c, d)) if a < b and c < d else None
+
+
+def _merged(rects: list[Rectangle]) -> list[Rectangle]:
+    """Joins full rectangles with equal rows and consecutive keys, or equal keys and consecutive rows."""
+    merged: list[Rectangle] = []
+    for new in rects:
+        for number, old in enumerate(merged):
+            if old.diagonal_offset is new.diagonal_offset is None:
+                if old.q == new.q and old.k[1] == new.k[0]:
+                    merged[number] = old._replace(k=(old.k[0], new.k[1]))
+                    break
+                if old.k == new.k and old.q[1] == new.q[0]:
+                    merged[number] = old._replace(q=(old.q[0], new.q[1]))
+                    break
+        else:
+            merged.append(new)
+    return merged
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of a rank in one document, and the keys that they see.
+
+    local: range of local rows. keys: range of rows of the whole sequence. q_index, k_index: positions of the first row
+    and the first key in the document. ends_with_keys: True if the last row and the last key are the same.
+    """
+
+    local: Range
+    keys: Range
+    q_index: int
+    k_index: int
+    ends_with_keys: bool
+
+
+def pieces_of(layout: Layout, rank: int, window: Window) -> list[Piece]:
+    """Returns the pieces of a rank's rows, in local order.
+
+    Keys begin at a multiple of KEY_STEP from the document's first: key tiles, and so bits, are those of one GPU.
+    """
+    pieces = []
+    for span in layout.spans[rank]:
+        for begin, end, document in layout.pieces(span.begin, span.end):
+            first, last = document, layout.end_of(document)
+            if window.left is not None:
+                first += max(begin - window.left - document, 0) // KEY_STEP * KEY_STEP
+            if window.right is not None:
+                last = min(last, end + window.right)
+            local = begin - span.begin + span.local
+            pieces.append(
+                Piece((local, local + end - begin), (first, last), begin - document, first - document, last == end)
+            )
+    return pieces
+
+
+def needed_keys(layout: Layout, rank: int, window: Window) -> list[Range]:
+    """Returns disjoint, ascending ranges of the rows of the whole sequence whose keys a rank's rows see."""
+    needed: list[Range] = []
+    for begin, end in sorted(piece.keys for piece in pieces_of(layout, rank, window)):
+        if needed and begin <= needed[-1][1]:
+            needed[-1] = needed[-1][0], max(needed[-1][1], end)
+        else:
+            needed.append((begin, end))
+    return needed

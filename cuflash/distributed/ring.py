@@ -1,0 +1,217 @@
+"""Scheme "ring": keys travel from rank to rank, and each rank adds its rows' attention over them (arXiv 2310.01889).
+
+The rank's own keys need one call: order, and so a causal mask, is that of the local rows. Keys of other ranks need
+dense rectangles, and under a causal mask with "zigzag" at most one for each rank. States are float32. Gradients of
+keys follow their keys one step behind, and reach their rank after a full turn.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from .. import backward as attention_backward
+from .. import forward as attention_forward
+from .. import merge_states
+from ..errors import UnsupportedError
+from .exchange import start_shift
+from .rectangles import Rectangle, rectangles
+from .scheme import Call
+
+
+def refuses(mods: dict[str, Any]) -> str | None:
+    """Returns why this scheme cannot run such a call, or None."""
+    names = [name for name in ("score_mod", "mask_mod", "bias") if name in mods]
+    return f"it has no {', '.join(names)}" if names else None
+
+
+def ring(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) of a rank's rows."""
+    if reason := refuses(call.mods):
+        raise UnsupportedError(f"scheme='ring': {reason}; give scheme='gather' or 'auto'")
+    out, lse = _Ring.apply(call, q, k, v, call.mods.get("sinks"))
+    return out, lse
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.call, (out, lse) = call, compute(call, q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, *sinks = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return None, *gradients(ctx.call, dout, dlse, q, k, v, out, lse, *sinks)
+
+
+def compute(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) of a rank's rows over the keys of all ranks."""
+    ranks, options = call.layout.ranks, call.options | {"out_dtype": _state_dtype(q)}
+    options.pop("deterministic", None)
+    # A sink is the lse of a state whose out is 0.
+    state = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=_state_dtype(q)), _first_lse(q, sinks)
+    arriving = [_padded(call, k), _padded(call, v)]
+    for step in range(ranks):
+        keys, source = arriving, (call.rank - step) % ranks
+        if step < ranks - 1:
+            arriving, work = start_shift(keys, call.rank, ranks, call.group)
+        if step == 0 and _keeps_order(call):
+            state = _merged(state, _own(call, q, k, v, options))
+        else:
+            for part in rectangles(call.layout, call.rank, source, call.window):
+                rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
+                one = attention_forward(q[:, rows], ks, vs, return_lse=True, **_mask(call, part), **options)
+                state[0][:, rows], state[1][..., rows] = _merged((state[0][:, rows], state[1][..., rows]), one)
+        if step < ranks - 1:
+            work.wait()
+    return state[0].to(q.dtype), state[1]
+
+
+def gradients(
+    call: Call,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Returns dq, dk, dv and dsinks; the latter are this rank's part of a sum over all ranks."""
+    ranks, wide = call.layout.ranks, _state_dtype(q)
+    options = {name: x for name, x in call.options.items() if name not in ("num_splits", "split_size")}
+    arriving = [_padded(call, k), _padded(call, v)]
+    dq = torch.zeros_like(q, dtype=wide)
+    sums: list[torch.Tensor] = [torch.zeros_like(x, dtype=wide) for x in arriving]
+    returning: Any = None
+    for step in range(ranks):
+        keys, source = arriving, (call.rank - step) % ranks
+        if step < ranks - 1:
+            arriving, work = start_shift(keys, call.rank, ranks, call.group)
+        new = [torch.zeros_like(x) for x in sums]
+        if step == 0 and _keeps_order(call):
+            results = _own_gradients(call, dout, dlse, q, k, v, out, lse, options)
+            dq += results[0]
+            for total, grad in zip(new, results[1:], strict=True):
+                total[:, : grad.shape[1]] += grad
+        else:
+            for part in rectangles(call.layout, call.rank, source, call.window):
+                rows, columns = slice(*part.q), slice(*part.k)
+                some_dlse = None if dlse is None else dlse[..., rows]
+                grads = attention_backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns],
+                                           out[:, rows], lse[..., rows], dlse=some_dlse, **_mask(call, part),
+                                           **options)  # fmt: skip
+                dq[:, rows] += grads[0]
+                for total, grad in zip(new, grads[1:], strict=True):
+                    total[:, columns] += grad
+        if returning is not None:  # the sums for this step's keys, from the ranks before
+            sums, sent = returning
+            sent.wait()
+        sums = [total + grad for total, grad in zip(sums, new, strict=True)]
+        returning = start_shift(sums, call.rank, ranks, call.group)
+        if step < ranks - 1:
+            work.wait()
+    sums, sent = returning
+    sent.wait()
+    dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in sums)
+    return dq.to(q.dtype), dk, dv, None if sinks is None else _sinks_gradient(dout, dlse, out, lse, sinks)
+
+
+def _state_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _padded(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Returns keys or values with the rows of the rank that has most, as all ranks send equal shapes."""
+    missing = max(call.rows) - x.shape[1]
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+
+
+def _mask(call: Call, part: Rectangle) -> dict[str, Any]:
+    """Returns the keywords of a rectangle's mask."""
+    if part.diagonal_offset is None:
+        return {}
+    return {"window_size": (call.window.left, call.window.right), "diagonal_offset": part.diagonal_offset}
+
+
+def _own_mask(call: Call, device: torch.device) -> dict[str, Any]:
+    """Returns the keywords of a call over the rank's own rows and keys."""
+    causal = {"causal": call.window.right == 0}
+    if not call.layout.is_packed:
+        return causal
+    bounds = call.layout.local_bounds(call.rank)
+    tensor, longest = call.bounds_tensor(bounds, device), max((b - a for a, b in pairwise(bounds)), default=0)
+    return causal | {"cu_seqlens_q": tensor, "cu_seqlens_k": tensor, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+def _own(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) of the rank's rows over its own keys."""
+    mask = _own_mask(call, q.device)
+    arrays: Any = [x[0] for x in (q, k, v)] if call.layout.is_packed else (q, k, v)
+    out, lse = attention_forward(*arrays, return_lse=True, **mask, **options)
+    return (out[None], lse[None]) if call.layout.is_packed else (out, lse)
+
+
+def _own_gradients(
+    call: Call,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: dict[str, Any],
+) -> list[torch.Tensor]:
+    """Returns dq, dk and dv of the rank's own keys."""
+    mask = _own_mask(call, q.device)
+    if not call.layout.is_packed:
+        return [*attention_backward(dout, q, k, v, out, lse, dlse=dlse, **mask, **options)]
+    packed = [x[0] for x in (dout, q, k, v, out, lse)]
+    mask["dlse"] = None if dlse is None else dlse[0]
+    return [x[None] for x in attention_backward(*packed, **mask, **options)]
+
+
+def _keeps_order(call: Call) -> bool:
+    """True if the mask depends on the order of positions alone, which a rank's rows keep, and not on distances."""
+    return call.window.left is None and call.window.right in (None, 0)
+
+
+def _first_lse(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Returns the lse of the state before the first key."""
+    shape = q.shape[0], q.shape[2], q.shape[1]
+    if sinks is None:
+        return q.new_full(shape, -torch.inf, dtype=_state_dtype(q))
+    return sinks.to(_state_dtype(q))[:, None].expand(shape).contiguous()
+
+
+def _merged(
+    state: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return merge_states((state[0], other[0]), (state[1], other[1]))
+
+
+def _sinks_gradient(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of the sinks by a rank's rows: the weight of the sink times the gradient of its score."""
+    wide = lse.dtype
+    score_gradient = -(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        score_gradient += dlse
+    weights = (sinks.to(wide)[:, None] - lse).exp()
+    return (weights * score_gradient).sum((0, 2)).to(sinks.dtype)

@@ -1,0 +1,52 @@
+"""The call of a scheme: layout, rank, group and options; and mods whose indices are those of the whole sequence."""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from .layout import Layout
+from .rectangles import Window
+
+
+class Call:
+    """One call of distributed attention on this rank.
+
+    options: keywords of `attention` that all parts of the call share. mods: score_mod, mask_mod, bias and sinks, where
+    given.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, group: Any, window: Window, options: dict[str, Any], mods: dict[str, Any]
+    ) -> None:
+        self.layout, self.rank, self.group, self.window = layout, rank, group, window
+        self.options, self.mods = options, mods
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The numbers of rows of all ranks."""
+        return [self.layout.num_rows(rank) for rank in range(self.layout.ranks)]
+
+    @staticmethod
+    def bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Returns bounds of sequences as int32 on a device."""
+        return _bounds_tensor(bounds, device)
+
+
+@lru_cache(256)
+def _bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(bounds, dtype=torch.int32).to(device)
+
+
+def with_offsets(mods: dict[str, Any], head: int = 0, q: int = 0, k: int = 0) -> dict[str, Any]:
+    """Returns mods whose functions are called with the indices of the whole problem, from those of a part."""
+    mods = dict(mods)
+    if not (head or q or k):
+        return mods
+    if (score_mod := mods.get("score_mod")) is not None:
+        mods["score_mod"] = lambda score, b, h, i, j: score_mod(score, b, h + head, i + q, j + k)
+    if (mask_mod := mods.get("mask_mod")) is not None:
+        mods["mask_mod"] = lambda b, h, i, j: mask_mod(b, h + head, i + q, j + k)
+    return mods

@@ -1,0 +1,77 @@
+"""Scheme "ulysses": each rank computes whole heads over the whole sequence (DeepSpeed Ulysses, arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import UnsupportedError
+from ..frameworks.torch import attention
+from .exchange import exchange
+from .layout import Layout
+from .scheme import Call, with_offsets
+
+
+def refuses(heads_q: int, ranks: int, has_bias_rows: bool) -> str | None:
+    """Returns why this scheme cannot run such a call, or None."""
+    if heads_q % ranks:
+        return f"{heads_q} query heads are no multiple of {ranks} ranks"
+    return "a bias with rows of its own is sharded by rows, not by heads" if has_bias_rows else None
+
+
+def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) of a rank's rows. It sends heads for rows, computes, and sends rows for heads."""
+    layout, rank, ranks = call.layout, call.rank, call.layout.ranks
+    heads_q, heads_kv = q.shape[2], k.shape[2]
+    bias = call.mods.get("bias")
+    if reason := refuses(heads_q, ranks, bias is not None and bias.shape[-2] > 1):
+        raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='gather' or 'auto'")
+    if heads_kv % ranks:
+        # Fewer kv heads than ranks: each goes to all ranks whose query heads read it. Gradients add up.
+        copies = ranks // heads_kv if ranks % heads_kv == 0 else heads_q // heads_kv
+        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
+    q, k, v = (_to_heads(call, x) for x in (q, k, v))
+    mods, first = dict(call.mods), rank * (heads_q // ranks)
+    mine = slice(first, first + heads_q // ranks)
+    if (sinks := mods.get("sinks")) is not None:
+        mods["sinks"] = sinks[mine]
+    if bias is not None and bias.dim() > 2 and bias.shape[-3] > 1:
+        mods["bias"] = bias[..., mine, :, :]
+    mods = with_offsets(mods, head=first)
+    window = call.window
+    run = partial(attention, window_size=(window.left, window.right), return_lse=True, **call.options, **mods)
+    if layout.is_packed:
+        bounds = call.bounds_tensor(layout.cu_seqlens, q.device)
+        longest = layout.longest_document
+        out, lse = run(q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest,
+                       max_seqlen_k=longest)  # fmt: skip
+        out, lse = out[None], lse[None]
+    else:
+        out, lse = run(q, k, v)
+    return _to_rows(call, out), _to_rows(call, lse.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+
+
+def _to_heads(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Turns (batch, rows of this rank, heads, dim) into (batch, all rows, heads of this rank, dim)."""
+    ranks, (batch, rows, heads, dim) = call.layout.ranks, x.shape
+    by_rank = x.reshape(batch, rows, ranks, heads // ranks, dim).permute(2, 1, 0, 3, 4).flatten(0, 1)
+    all_rows = exchange(by_rank, [rows] * ranks, call.rows, call.group)
+    return all_rows.index_select(0, _order(call.layout, x.device)[1]).transpose(0, 1)
+
+
+def _to_rows(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Turns (batch, all rows, heads of this rank, dim) into (batch, rows of this rank, heads, dim)."""
+    ranks, rows, (batch, _, heads, dim) = call.layout.ranks, call.rows[call.rank], x.shape
+    by_rank = x.transpose(0, 1).index_select(0, _order(call.layout, x.device)[0])
+    own = exchange(by_rank, call.rows, [rows] * ranks, call.group)
+    return own.reshape(ranks, rows, batch, heads, dim).permute(2, 1, 0, 3, 4).reshape(batch, rows, ranks * heads, dim)
+
+
+@lru_cache(64)
+def _order(layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows of the sequence in the order of ranks, and the inverse permutation."""
+    order: Any = layout.order
+    return torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device)
