@@ -263,6 +263,38 @@ def test_their_texts_have_these_values_and_compile(tmp_path: Path) -> None:
     compiled(cases, "sm_90a")
 
 
+TABLE = np.linspace(-1.0, 1.0, ROWS, dtype=np.float32)
+# Quotients by zeros, whose sign decides between the infinities.
+ZEROS: dict[str, Any] = {
+    "of a row": lambda score, b, h, i, j: TABLE[j] / -i,
+    "of an element": lambda score, b, h, i, j: TABLE[i] / -j + score,
+    "of a distance": lambda score, b, h, i, j: TABLE[j] / (-abs(i - j) * 0.5),
+    "of a float": lambda score, b, h, i, j: TABLE[j] / -(i * np.float32(1.0)),
+    "of a difference": lambda score, b, h, i, j: TABLE[j] / (i - j) + TABLE[i] / -(i - j),
+    "of a power": lambda score, b, h, i, j: (-abs(i - j) + score) ** -1.0,
+    "of a modulus": lambda score, b, h, i, j: np.floor_divide(TABLE[j], np.where(score < 1, -i, 1) * np.float32(1.0)),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_of_integers_have_no_sign(name: str, tmp_path: Path) -> None:
+    with np.errstate(all="ignore"):
+        expected = ZEROS[name](np.float32(0), 0, 0, PLACES[:, None], PLACES).astype(np.float32)
+    assert np.isinf(expected).any()
+    case = case_of(ZEROS[name], "score_mod")
+    (values,) = evaluate(case.roots, GRID, case.arrays)
+    np.testing.assert_allclose(np.reshape(values, (ROWS, ROWS)), expected, rtol=1e-6)
+    if KERNELS.is_dir():
+        ((values,),) = computed([case], GRID, tmp_path)
+        np.testing.assert_allclose(values.reshape(ROWS, ROWS), expected, rtol=1e-6)
+
+
+def test_a_negation_in_a_score_stays_free() -> None:
+    case = case_of(lambda score, b, h, i, j: score + TABLE[h] * -abs(i - j), "score_mod")
+    assert " 0x0p+0f - " not in case.text()
+    assert case_of(ZEROS["of a distance"], "score_mod").text().count("0x0p+0f - ") == 1
+
+
 def test_a_difference_of_times_is_exact_in_scores_and_has_gradients() -> None:
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((1, ROWS, 1, 4)).astype(np.float32) for _ in range(4))

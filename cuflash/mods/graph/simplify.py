@@ -66,8 +66,9 @@ def cast(x: Node, type: Type) -> Node:
             return constant(converted(x.type.numpy(x.value), type.numpy), type)
     if type == BOOL:
         return build("not_equal", x, constant(0, x.type))
-    if type == FLOAT32 and x.type.is_integer and x.op in ("absolute", "negative") and _is_inside(x):
-        return build(x.op, cast(x.arguments[0], FLOAT32))  # the operation costs nothing for floats
+    # The operation costs nothing for floats. A negation stays: -0 is 0, but -0.0 is another float.
+    if type == FLOAT32 and x.type.is_integer and x.op == "absolute" and never_wraps(x):
+        return build(x.op, cast(x.arguments[0], FLOAT32))
     range = extent = None
     if not type.is_float and x.range is not None and x.extent is not None:
         range = x.range if is_inside(x.range, type) else None
@@ -88,8 +89,8 @@ def number_in(x: Node) -> float | None:
     return x.value if x.op == "constant" and x.type.is_float else None
 
 
-def _is_inside(x: Node) -> bool:
-    """True if -x does not wrap."""
+def never_wraps(x: Node) -> bool:
+    """True if an absolute value or a negation does not wrap."""
     return x.bounds[0] > x.type.limits[0]
 
 
