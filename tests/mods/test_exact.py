@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from texts import KERNELS, Case, check, compiled, computed
 
 import cuflash
+from cuflash import mods
 from cuflash.errors import ProblemError
+from cuflash.mods.analysis.bounds import assume_causal
 from cuflash.mods.analysis.intervals import band
 from cuflash.mods.graph.float_ranges import rounded_range
 from cuflash.mods.graph.graph import Node, post_order
@@ -175,8 +177,6 @@ def test_integers_beyond_64_bits_are_refused_with_the_line(message: str) -> None
 
 
 def test_integers_that_int32_holds_stay_int32() -> None:
-    from cuflash import mods
-
     for mask_mod in (mods.sliding_window(5, 7), mods.chunked(4), mods.neighborhood(3, 9), mods.dilated_window(9, 2, 9)):
         root = trace(
             mods.and_masks(mask_mod, lambda b, h, i, j: (j % 5 > 0) & (i + j - 9 > i * 2 - 5)), "mask_mod"
@@ -263,6 +263,47 @@ def test_their_texts_have_these_values_and_compile(tmp_path: Path) -> None:
     compiled(cases, "sm_90a")
 
 
+BASES = np.array([3.0, 10.0, 0.5, 1.5, -2.0, 7.0, 1.0, 4.0], np.float32)
+# Powers and logarithms that decide.
+POWERS: dict[str, Any] = {
+    "a bound": lambda score, b, h, i, j: 10.0 ** (i % 10) == 1000.0,
+    "powers of ten": lambda score, b, h, i, j: (10.0 ** (i % 10) >= 10.0 ** (j % 10)) & (10.0 ** (j % 10) < 1e8),
+    "a float32": lambda score, b, h, i, j: np.float32(7.0) ** (j % 8) == np.float32(823543.0),
+    "a captured base": lambda score, b, h, i, j: BASES[i % 8] ** (j % 6) == BASES[i % 8] ** (j % 3) * BASES[i % 8] ** 3,
+    "a floor": lambda score, b, h, i, j: np.floor(3.0 ** (j % 12)) % 2.0 == 1.0,
+    "an index": lambda score, b, h, i, j: BASES[(5.0 ** (j % 9)).astype(np.int32) % 8] > 8.0,
+    "a logarithm": lambda score, b, h, i, j: np.log10(np.maximum(1000 * (i % 2) + j, 1)) >= 3.0,
+    "digits": lambda score, b, h, i, j: np.floor(np.log10(10.0 ** (j % 9))) == j % 9,
+    "one": lambda score, b, h, i, j: 1.0 ** (score * np.inf) == 1.0,
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_powers_that_decide_are_exact(name: str, tmp_path: Path) -> None:
+    with np.errstate(all="ignore"):
+        expected = np.broadcast_to(POWERS[name](np.float32(0), 0, 0, PLACES[:, None], PLACES), (ROWS, ROWS))
+    assert expected.any()
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return np.where(POWERS[name](score, b, h, i, j), 1.0, 0.0)
+
+    case = case_of(score_mod, "score_mod")
+    (values,) = evaluate(case.roots, GRID, case.arrays)
+    np.testing.assert_array_equal(np.broadcast_to(values, ROWS * ROWS).reshape(ROWS, ROWS), expected)
+    # Powers of CUDA in float32 may be off by several units.
+    assert "powf(" not in case.text()
+    assert "log10f(" not in case.text()
+    if KERNELS.is_dir():
+        ((values,),) = computed([case], GRID, tmp_path)
+        np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)
+
+
+def test_powers_of_scores_are_fast_exponentials() -> None:
+    text = case_of(lambda score, b, h, i, j: score * 10.0 ** -abs(i - j), "score_mod").text()
+    assert "exp2f(" in text
+    assert "pow" not in text
+
+
 TABLE = np.linspace(-1.0, 1.0, ROWS, dtype=np.float32)
 # Quotients by zeros, whose sign decides between the infinities.
 ZEROS: dict[str, Any] = {
@@ -272,6 +313,7 @@ ZEROS: dict[str, Any] = {
     "of a float": lambda score, b, h, i, j: TABLE[j] / -(i * np.float32(1.0)),
     "of a difference": lambda score, b, h, i, j: TABLE[j] / (i - j) + TABLE[i] / -(i - j),
     "of a power": lambda score, b, h, i, j: (-abs(i - j) + score) ** -1.0,
+    "of an absolute value": lambda score, b, h, i, j: TABLE[j] / abs(i - j),
     "of a modulus": lambda score, b, h, i, j: np.floor_divide(TABLE[j], np.where(score < 1, -i, 1) * np.float32(1.0)),
 }
 
@@ -287,6 +329,18 @@ def test_zeros_of_integers_have_no_sign(name: str, tmp_path: Path) -> None:
     if KERNELS.is_dir():
         ((values,),) = computed([case], GRID, tmp_path)
         np.testing.assert_allclose(values.reshape(ROWS, ROWS), expected, rtol=1e-6)
+
+
+def test_a_distance_to_earlier_keys_has_no_sign(tmp_path: Path) -> None:
+    root = assume_causal(trace(lambda score, b, h, i, j: 1.0 / abs(j - mods.position_of(i)), "score_mod").root)
+    for negation in (root, assume_causal(trace(lambda s, b, h, i, j: 1.0 / abs((j - i) * 1.0), "score_mod").root)):
+        inputs = GRID | {"k_idx": np.minimum(GRID["k_idx"], GRID["q_idx"])}
+        (values,) = evaluate([negation], inputs, ())
+        assert np.max(values) == np.inf
+        if KERNELS.is_dir():
+            ((values,),) = computed([Case([negation], ())], inputs, tmp_path)
+            assert np.max(values) == np.inf
+            assert np.min(values) > 0
 
 
 def test_a_negation_in_a_score_stays_free() -> None:

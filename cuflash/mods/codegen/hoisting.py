@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from ..graph.affine import from_linear
 from ..graph.graph import MAX_INDEX, Node, node, post_order, variable
 from ..graph.linear import LinearForm, linear
 from ..graph.operations import COMPARISONS, DIVISIONS, ROUNDING, Type
-from ..graph.simplify import build, cast, constant, has_inverse, never_wraps, rebuilt, transform
+from ..graph.simplify import build, cast, constant, has_inverse, is_exponential, rebuilt, transform
 
 # The inputs of the three stages. A key is the first key of the tile plus a column. Kernels unroll their loops over
 # columns, so the compiler sees a column as a constant.
@@ -87,6 +88,8 @@ def _with_columns(roots: Sequence[Node]) -> list[Node]:
             return KEY
         if x.op == "divide" and x.type == Type.FLOAT32 and x not in sharp:
             return _quotient(*arguments)
+        if x.op in ("log10", "power") and x.type == Type.FLOAT32:
+            return _double(x.op, *arguments) if x in sharp else _approximate(rebuilt(x, arguments))
         if x.op in COMPARISONS and arguments[0].type.is_integer:
             return _comparison(x.op, *arguments)
         if x.op == "cast" and x.type == Type.FLOAT32 and arguments[0].type.is_integer:
@@ -101,6 +104,22 @@ def _quotient(x: Node, y: Node) -> Node:
     if has_inverse(y) if y.op == "constant" else stage_of(y) < stage_of(x):
         return build("multiply", x, build("divide", constant(1.0), y))
     return build("divide", x, y)
+
+
+def _double(op: str, *arguments: Node) -> Node:
+    """Returns a float32 that is computed in float64: one that float32 holds exactly is exact.
+
+    Powers in float32 may be off by several units in the last place, so that 10.0 ** j == 1000.0 may be false.
+    """
+    return cast(build(op, *(cast(each, Type.FLOAT64) for each in arguments)), Type.FLOAT32)
+
+
+def _approximate(x: Node) -> Node:
+    """Returns a power of a constant as a faster exponential; other nodes unchanged."""
+    if not is_exponential(x):
+        return x
+    base, exponent = x.arguments
+    return build("exp2", build("multiply", exponent, constant(math.log2(base.value))))
 
 
 def _form(x: Node) -> tuple[LinearForm, int] | None:
@@ -157,10 +176,10 @@ def _to_float(x: Node, is_signed: bool) -> Node:
 
     It is exact below 2^24, and it costs no conversion. is_signed: a zero must be 0.0, and not -0.0.
     """
-    if x.op == "negative" and never_wraps(x):
-        # A negation costs nothing for floats, but it returns -0.0 for 0.
-        opposite = _to_float(x.arguments[0], is_signed)
-        return build("subtract", constant(0.0), opposite) if is_signed else build("negative", opposite)
+    if x.op in ("absolute", "negative") and x.bounds[0] > x.type.limits[0]:
+        # The operation costs nothing for floats, but a negation returns -0.0 for 0. None that may wrap is exchanged.
+        argument = _to_float(x.arguments[0], is_signed)
+        return build("subtract", constant(0.0), argument) if x.op == "negative" and is_signed else build(x.op, argument)
     parts = _form(x)
     if parts is None or abs(parts[1]) * MAX_COLUMN >= 2**24:
         return cast(x, Type.FLOAT32)

@@ -37,6 +37,7 @@ _FLOAT_FUNCTIONS = {
     "expm1": "expm1f",
     "log": "logf",
     "log2": "log2f",
+    "log10": "log10f",
     "log1p": "log1pf",
     "sqrt": "sqrtf",
     "rsqrt": "rsqrtf",

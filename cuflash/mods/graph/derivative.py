@@ -138,6 +138,7 @@ _SLOPES: dict[str, Callable[[Node], Node]] = {
     "expm1": lambda node: build("add", node, constant(1.0)),
     "log": lambda node: _inverse(node.arguments[0]),
     "log2": lambda node: build("divide", constant(1 / math.log(2)), node.arguments[0]),
+    "log10": lambda node: build("divide", constant(1 / math.log(10)), node.arguments[0]),
     "log1p": lambda node: _inverse(build("add", node.arguments[0], constant(1.0))),
     "sqrt": lambda node: build("divide", constant(0.5), node),
     "rsqrt": lambda node: _times(_times(node, _times(node, node)), -0.5),

@@ -56,7 +56,12 @@ def _range(x: Node, parts: list[_FloatRange]) -> _FloatRange:
     return _ALL
 
 
-_RISING: dict[str, Callable[[float], float]] = {"log": math.log, "log2": math.log2, "sqrt": math.sqrt}
+_RISING: dict[str, Callable[[float], float]] = {
+    "log": math.log,
+    "log2": math.log2,
+    "log10": math.log10,
+    "sqrt": math.sqrt,
+}
 _CORNERS: dict[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,

@@ -137,6 +137,7 @@ FLOATING: dict[str, Function] = {
     "expm1": np.expm1,
     "log": np.log,
     "log2": np.log2,
+    "log10": np.log10,
     "log1p": np.log1p,
     "sqrt": np.sqrt,
     "rsqrt": _rsqrt,

@@ -66,9 +66,6 @@ def cast(x: Node, type: Type) -> Node:
             return constant(converted(x.type.numpy(x.value), type.numpy), type)
     if type == BOOL:
         return build("not_equal", x, constant(0, x.type))
-    # The operation costs nothing for floats. A negation stays: -0 is 0, but -0.0 is another float.
-    if type == FLOAT32 and x.type.is_integer and x.op == "absolute" and never_wraps(x):
-        return build(x.op, cast(x.arguments[0], FLOAT32))
     range = extent = None
     if not type.is_float and x.range is not None and x.extent is not None:
         range = x.range if is_inside(x.range, type) else None
@@ -87,11 +84,6 @@ def number_in(x: Node) -> float | None:
     """Returns the value of a float that is a number of Python or NumPy, else None."""
     x = x.arguments[0] if x.op == "cast" else x
     return x.value if x.op == "constant" and x.type.is_float else None
-
-
-def never_wraps(x: Node) -> bool:
-    """True if an absolute value or a negation does not wrap."""
-    return x.bounds[0] > x.type.limits[0]
 
 
 def build(op: str, *arguments: Node, grows: bool = True) -> Node:
@@ -275,14 +267,24 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _simplified_power(x: Node, y: Node) -> Node | None:
+    # As in PyTorch, x ** 0.5 is sqrt(x): NaN for -inf.
     if y.op == "constant" and y.value in (2.0, 3.0):
         square = build("multiply", x, x)
         return square if y.value == 2.0 else build("multiply", square, x)
     if y.op == "constant" and y.value in (0.5, -0.5):
         return build("sqrt" if y.value > 0 else "rsqrt", x)
-    if x.op == "constant" and x.value > 0 and math.isfinite(x.value):
+    if x.op == "constant" and x.value == 1:
+        return x
+    # The product is exact for a power of two. For other bases, it is not: 10.0 ** 3 would not be 1000.
+    if x.op == "constant" and x.value > 0 and _is_power_of_two(x.value):
         return build("exp2", build("multiply", y, constant(math.log2(x.value), x.type)))
     return None
+
+
+def is_exponential(x: Node) -> bool:
+    """True for a power of a positive constant."""
+    base = x.arguments[0] if x.op == "power" else x
+    return base is not x and base.op == "constant" and 0 < base.value < math.inf
 
 
 def _decided(op: str, x: Node, y: Node) -> Node | None:

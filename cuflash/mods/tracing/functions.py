@@ -150,10 +150,6 @@ def _log(x: Any, base: Any = None) -> Node:
     return logarithm if base is None else operation("divide", logarithm, operation("log", base))
 
 
-def _log10(x: Any) -> Node:
-    return operation("multiply", operation("log2", x), math.log10(2))
-
-
 def _tan(x: Any) -> Node:
     return operation("divide", operation("sin", x), operation("cos", x))
 
@@ -334,7 +330,6 @@ _OTHERS: dict[str, Callable[..., Node]] = {
     "round": _round,
     "around": _round,
     "log": _log,
-    "log10": _log10,
     "tan": _tan,
     "square": _square,
     "reciprocal": _inverse,
