@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from exact_mods import DIFFERENCES, MASKS, NOW, PLACES, ROWS, SECONDS, TIMES, exact
-from expressions import ARRAYS, floats, points
+from expressions import ARRAYS, K, Q, floats, op, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import KERNELS, Case, check, compiled, computed
+from texts import KERNELS, Case, check, compiled, computed, element
 
 import cuflash
 from cuflash import mods
@@ -204,12 +204,53 @@ def test_extents_hold_all_values(x: Any) -> None:
         assert each.ends[0] <= int(value.min()) <= int(value.max()) <= each.ends[1], each
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
-@given(floats())
-def test_rounded_ranges_hold_all_values(x: Node) -> None:
-    (value,) = evaluate([cast(x, Type.INT32)], points(), ARRAYS)
-    least, greatest = rounded_range(x, Type.INT32)
-    assert least <= value.min() <= value.max() <= greatest
+SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, 3e38], np.float32)
+INTEGRAL = st.sampled_from([Type.INT32, Type.INT64, Type.UINT64])
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(floats(), INTEGRAL, st.sampled_from([Type.FLOAT32, Type.FLOAT64]), st.booleans())
+def test_rounded_ranges_hold_all_values(x: Node, type: Type, source: Type, is_finite: bool) -> None:
+    root, inputs = cast(x, source), points()
+    if not is_finite:
+        inputs["score"] = np.resize(SPECIAL, inputs["score"].shape)
+    (value,) = evaluate([cast(root, type)], inputs, ARRAYS if is_finite else (SPECIAL, ARRAYS[1]))
+    least, greatest = rounded_range(root, type)
+    assert least <= int(np.min(value)) <= int(np.max(value)) <= greatest
+
+
+X = element(SPECIAL, 0, K)
+# Casts of NaN and infinities.
+UNBOUNDED = {
+    "a curve": op("tanh", X),
+    "an angle": op("cos", X),
+    "a product": op("multiply", op("tanh", X), 5.0),
+    "a choice": op("where", op("less", Q, K), op("sign", X), 7.0),
+    "a clip": op("minimum", op("maximum", X, 2.0), 9.0),
+    "a clip without NaN": op("fmin", op("fmax", X, 2.0), 9.0),
+    "the other argument": op("fmin", op("tanh", X), 9.0),
+    "an overflow": op("tanh", op("subtract", op("multiply", K, 1e38), op("multiply", K, 1.1e38))),
+    "a quotient": op("tanh", op("divide", op("multiply", K, 1e-44), op("multiply", K, 1e-44))),
+}
+
+
+@pytest.mark.parametrize("type", [Type.INT32, Type.INT64, Type.UINT64], ids=str)
+@pytest.mark.parametrize("source", [Type.FLOAT32, Type.FLOAT64], ids=str)
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_the_range_of_a_cast_holds_what_nan_becomes(name: str, source: Type, type: Type) -> None:
+    places = {"q_idx": np.arange(100) // 10, "k_idx": np.arange(100) % 10}
+    root = cast(cast(UNBOUNDED[name], source), type)
+    (values,) = evaluate([root], places, [SPECIAL])
+    assert root.ends[0] <= int(np.min(values)) <= int(np.max(values)) <= root.ends[1]
+    if name == "a clip without NaN":
+        assert root.ends == (0, 10)
+
+
+def test_a_sum_with_a_captured_nan_does_not_wrap_in_int32() -> None:
+    table = np.array([np.nan, 0.5, 20.0])
+    graph = trace(lambda b, h, i, j: np.tanh(table[j]).astype(np.int32) - 9 < 0, "mask_mod")
+    (visible,) = evaluate([graph.root], {"k_idx": np.arange(3)}, [table])
+    assert visible.tolist() == [True, True, True]
 
 
 def test_rounded_quotients_and_logarithms_are_int32() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ProblemError
 from ..graph.extents import is_inside, leaves_int64
-from ..graph.float_ranges import rounded_range
+from ..graph.float_ranges import is_rounded_to_int32
 from ..graph.graph import Node
 from ..graph.operations import COMPARISONS, FLOATING, ROUNDING, UNARY, Type
 from ..graph.simplify import build, cast, constant
@@ -267,7 +267,7 @@ def as_integer(op: str) -> Callable[[Any], Node]:
         node = operation(op, x)
         if not node.type.is_float:
             return cast(node, INT32) if node.type == BOOL else node
-        return cast(node, INT32 if rounded_range(node, INT64) == rounded_range(node, INT32) else INT64)
+        return cast(node, INT32 if is_rounded_to_int32(node) else INT64)
 
     return rounded
 
