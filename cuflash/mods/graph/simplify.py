@@ -158,9 +158,13 @@ def _unsigned(op: str, args: list[Node]) -> tuple[list[Node], Type]:
     if all(x.type != UINT64 or is_inside(x.ends, INT64) for x in args):
         args = [cast(x, INT64) if x.type == UINT64 else x for x in args]
         return args, common_type(x.type for x in args)
+    is_signed = any(x.ends[0] < 0 for x in (args[:1] if op == "right_shift" else args))
+    large = next((x.value for x in args if x.op == "constant" and x.type == UINT64), None)
+    if large is not None and (is_signed or op not in _UNSIGNED):
+        raise ProblemError(f"{op} with {large}; integers are int64, up to {2**63 - 1}: write a smaller one, or a float")
     if op not in _UNSIGNED:
         raise ProblemError(f"{op} of uint64, which may leave its 64 bits; {_AS_INT64}")
-    if any(x.ends[0] < 0 for x in (args[:1] if op == "right_shift" else args)):
+    if is_signed:
         raise ProblemError(f"{op} of uint64 and of an integer that may be negative; {_AS_INT64}")
     return [cast(x, UINT64) for x in args], UINT64
 
