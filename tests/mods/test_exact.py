@@ -373,15 +373,19 @@ def test_zeros_of_integers_have_no_sign(name: str, tmp_path: Path) -> None:
 
 
 def test_a_distance_to_earlier_keys_has_no_sign(tmp_path: Path) -> None:
-    root = assume_causal(trace(lambda score, b, h, i, j: 1.0 / abs(j - mods.position_of(i)), "score_mod").root)
-    for negation in (root, assume_causal(trace(lambda s, b, h, i, j: 1.0 / abs((j - i) * 1.0), "score_mod").root)):
-        inputs = GRID | {"k_idx": np.minimum(GRID["k_idx"], GRID["q_idx"])}
-        (values,) = evaluate([negation], inputs, ())
-        assert np.max(values) == np.inf
-        if KERNELS.is_dir():
-            ((values,),) = computed([Case([negation], ())], inputs, tmp_path)
-            assert np.max(values) == np.inf
-            assert np.min(values) > 0
+    functions = (
+        lambda s, b, h, i, j: 1.0 / abs(j - mods.position_of(i)),
+        lambda s, b, h, i, j: 1.0 / abs((j - i) * 1.0),
+    )
+    roots = [assume_causal(trace(each, "score_mod").root) for each in functions]
+    inputs = GRID | {"k_idx": np.minimum(GRID["k_idx"], GRID["q_idx"])}
+    results = [evaluate(roots, inputs, ())] + (
+        computed([Case(roots, ())], inputs, tmp_path) if KERNELS.is_dir() else []
+    )
+    for values in results:
+        for each in values:
+            assert np.min(each) > 0
+            assert np.max(each) == np.inf
 
 
 def test_a_negation_in_a_score_stays_free() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .graph import Node, post_order
-from .operations import Type
+from .operations import SHORT_FLOATS, Type
 from .precision import settled
 from .simplify import build, cast, constant, has_inverse
 
@@ -187,7 +187,8 @@ def _modulus_part(divide: str) -> Callable[[Node, Node], Node]:
 
 # Adjoints of the arguments of other operations, as functions of the node and its adjoint.
 _PARTS: dict[str, tuple[Callable[[Node, Node], Node], ...]] = {
-    "cast": (_same,),  # between floats; other casts are not live
+    # Between floats, as other casts are not live. The rounding to 16 bits passes its derivative on.
+    **dict.fromkeys(("cast", *SHORT_FLOATS), (_same,)),
     "negative": (_opposite,),
     "add": (_same, _same),
     "subtract": (_same, _opposite),

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .graph import Node, Range, post_order
-from .operations import ROUNDING, Type
+from .operations import ROUNDING, SHORT_FLOATS, Type
 
 ROOM = 1e-5  # relative margin for rounding errors
+_SHORT = 65504.0  # the greatest float16
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(np.finfo(np.float32).max)
 
 
@@ -83,6 +84,10 @@ def _span_of(x: Node, parts: list[_Span]) -> _Span:
         return _Span(-1.0, 1.0, may_be_nan or not parts[0].is_finite)
     if x.op in ROUNDING:
         return _Span(lows[0] - 1, highs[0] + 1, may_be_nan)
+    if x.op in SHORT_FLOATS:
+        if not -_SHORT < lows[0] <= highs[0] < _SHORT:
+            return _Span(-math.inf, math.inf, may_be_nan)
+        return _Span(lows[0] - abs(lows[0]) / 128, highs[0] + abs(highs[0]) / 128, may_be_nan)
     if x.op == "where":
         return _Span(min(lows), max(highs), may_be_nan)
     if x.op in ("minimum", "fmin", "maximum", "fmax"):

@@ -26,6 +26,7 @@ from .operations import (
     FLOATING,
     NUMPY,
     ROUNDING,
+    SHORT_FLOATS,
     Type,
     common_type,
     converted,
@@ -119,6 +120,8 @@ def _float_type(args: Iterable[Node]) -> Type:
 
 def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
     """Returns the operation, its arguments after casts, their type, and the type of the result."""
+    if op in SHORT_FLOATS:
+        return op, [cast(args[0], FLOAT32)], FLOAT32, FLOAT32
     if op in FLOATING or op in ROUNDING:
         type = _float_type(args)
         return op, [cast(each, type) for each in args], type, type
@@ -240,6 +243,8 @@ def _simplified_unary(op: str, x: Node, type: Type) -> Node | None:
     arguments = x.arguments
     if op in ("logical_not", "negative", "invert") and x.op == op:
         return arguments[0]
+    if op in SHORT_FLOATS and x.op == op:
+        return x
     if op == "absolute" and not type.is_float and x.bounds[0] >= 0:
         return x
     if op == "negative" and not type.is_float and x.op == "subtract":
