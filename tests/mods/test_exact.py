@@ -333,7 +333,6 @@ def test_powers_that_decide_are_exact(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.broadcast_to(values, ROWS * ROWS).reshape(ROWS, ROWS), expected)
     # Powers of CUDA in float32 may be off by several units.
     assert "powf(" not in case.text()
-    assert "log10f(" not in case.text()
     if KERNELS.is_dir():
         ((values,),) = computed([case], GRID, tmp_path)
         np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)

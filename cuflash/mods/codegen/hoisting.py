@@ -88,8 +88,8 @@ def _with_columns(roots: Sequence[Node]) -> list[Node]:
             return KEY
         if x.op == "divide" and x.type == Type.FLOAT32 and x not in sharp:
             return _quotient(*arguments)
-        if x.op in ("log10", "power") and x.type == Type.FLOAT32:
-            return _double(x.op, *arguments) if x in sharp else _approximate(rebuilt(x, arguments))
+        if x.op == "power" and x.type == Type.FLOAT32:
+            return _exact_power(*arguments) if x in sharp else _approximate(rebuilt(x, arguments))
         if x.op in COMPARISONS and arguments[0].type.is_integer:
             return _comparison(x.op, *arguments)
         if x.op == "cast" and x.type == Type.FLOAT32 and arguments[0].type.is_integer:
@@ -106,12 +106,12 @@ def _quotient(x: Node, y: Node) -> Node:
     return build("divide", x, y)
 
 
-def _double(op: str, *arguments: Node) -> Node:
-    """Returns a float32 that is computed in float64: one that float32 holds exactly is exact.
+def _exact_power(base: Node, exponent: Node) -> Node:
+    """Returns a float32 power that is computed in float64 and rounded once: it is exact if float32 holds the power.
 
     Powers in float32 may be off by several units in the last place, so that 10.0 ** j == 1000.0 may be false.
     """
-    return cast(build(op, *(cast(each, Type.FLOAT64) for each in arguments)), Type.FLOAT32)
+    return cast(build("power", cast(base, Type.FLOAT64), cast(exponent, Type.FLOAT64)), Type.FLOAT32)
 
 
 def _approximate(x: Node) -> Node:
