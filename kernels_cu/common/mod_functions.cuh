@@ -55,16 +55,17 @@ __device__ __forceinline__ T absolute(T x) {
   return max(x, wrapping_subtract(T(0), x));
 }
 
-// Division towards zero and its remainder, as in C. Integer division by zero gives zero in both.
+// Division towards zero and its remainder, as in C. Integer division by zero gives zero in both. The least integer
+// divided by -1 wraps; C++ leaves it undefined.
 template <class T>
 __device__ __forceinline__ T truncated_divide(T x, T y) {
-  return y == 0 ? T(0) : x / y;
+  return y == 0 ? T(0) : y == -1 ? wrapping_subtract(T(0), x) : x / y;
 }
 __device__ __forceinline__ float truncated_divide(float x, float y) { return truncf(x / y); }
 
 template <class T>
 __device__ __forceinline__ T truncated_remainder(T x, T y) {
-  return y == 0 ? T(0) : x % y;
+  return y == 0 || y == -1 ? T(0) : x % y;
 }
 __device__ __forceinline__ float truncated_remainder(float x, float y) { return fmodf(x, y); }
 
