@@ -308,7 +308,7 @@ def test_documents_of_kernels_name_what_is_there() -> None:
 def test_no_lock_is_left_to_children_by_fork() -> None:
     kinds = re.compile(r"threading\.(R?Lock|Condition|Event|Semaphore)|@(functools\.)?cached_property")
     modules = {name for name, path in NAMES.items() if kinds.search(path.read_text("utf-8"))}
-    assert modules == {"locks", "frameworks/jax/handlers"}, "take those of cuflash/locks.py"
+    assert modules == {"locks", "frameworks/jax/handlers"}, "take the locks of cuflash/locks.py"
 
 
 def test_the_top_level_holds_what_it_may() -> None:

@@ -295,7 +295,7 @@ def check_unused(inputs: VarlenArrays, side: str, got: Any) -> None:
     """Checks that rows of no sequence are 0 in out, or in a gradient of this side."""
     unused = inputs.unused(side)
     rows = host(got).reshape(*unused.shape, *got.shape[-2:])[unused]
-    demand(not rows.any(), f"rows like those of {side} that no sequence uses are not 0")
+    demand(not rows.any(), f"rows laid out as {side} that no sequence uses are not 0")
 
 
 def upstream(inputs: VarlenArrays, seed: int = 7) -> tuple[Array, Array]:
