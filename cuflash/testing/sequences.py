@@ -246,7 +246,7 @@ def _all(**how: Any) -> Any:
 # Arrays are surrounded by NaN. Kernels read all layouts directly, except the last, which is copied.
 LAYOUTS = {
     "dense": lambda *arrays: arrays,
-    "heads_first": _all(places=(0, 2, 1, 3), before=(1, 0, 1, 8)),
+    "heads_first": _all(axis_order=(0, 2, 1, 3), before=(1, 0, 1, 8)),
     "halves": _halves,
     "every_second": _all(steps=(2, 2, 2, 1), before=(1, 1, 1, 1)),
     "reversed": _all(steps=(-1, -1, -1, 1), before=(1, 1, 1, 8)),

@@ -426,12 +426,12 @@ def ragged_paged_attention(
             f"q has shape {q.shape} and kv_pages {kv_pages.shape}; give (tokens, num_q_heads, head_dim) and (pages, "
             "page_size, 2 * num_kv_heads, head_dim)"
         )
-    places = "(max_num_seqs, pages_per_seq)"
+    shape_text = "(max_num_seqs, pages_per_seq)"
     if page_indices.ndim != 2:
-        raise ProblemError(f"page_indices has shape {page_indices.shape}; give {places}")
+        raise ProblemError(f"page_indices has shape {page_indices.shape}; give {shape_text}")
     most = page_indices.shape[0]
     kv_lens = integers("kv_lens", kv_lens, (most,), "(max_num_seqs,), rows of page_indices")
-    page_indices = integers("page_indices", page_indices, page_indices.shape, places)
+    page_indices = integers("page_indices", page_indices, page_indices.shape, shape_text)
     cu_q_lens = integers("cu_q_lens", cu_q_lens, (most + 1,), "(max_num_seqs + 1,)")
     num_seqs = integers("num_seqs", num_seqs, (1,), "one number of sequences")
     if sliding_window is not None and check_integer("sliding_window", sliding_window) < 1:

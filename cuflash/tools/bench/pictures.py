@@ -167,7 +167,7 @@ def _panels_of_bars(
             for number, name in enumerate(names):
                 by_length = {row["seqlen_q"]: row["tflops"] for row in rows if row["contender"] == name}
                 width = 0.84 / len(names)
-                centers = [place + (number - (len(names) - 1) / 2) * width for place in range(len(seqlens))]
+                centers = [index + (number - (len(names) - 1) / 2) * width for index in range(len(seqlens))]
                 heights = [by_length.get(seqlen, 0.0) for seqlen in seqlens]
                 panel.bar(centers, heights, width, color=colours[name], label=name)
             panel.set(title=heading)
@@ -209,7 +209,7 @@ def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], mo
     panel, thickness = axes[0][0], 0.84 / len(names)
     for number, name in enumerate(names):
         by_name = {row["name"]: row["num_bytes"] / row["seconds"] * 1e-9 for row in rows if row["contender"] == name}
-        centers = [place + (number - (len(names) - 1) / 2) * thickness for place in range(len(cases))]
+        centers = [index + (number - (len(names) - 1) / 2) * thickness for index in range(len(cases))]
         panel.barh(centers, [by_name.get(case, 0.0) for case in cases], thickness, color=colours[name], label=name)
     if most:
         panel.axvline(most * 1e-9, color="black", lw=1, ls="--", label="memory's limit")
@@ -302,24 +302,24 @@ def _short(number: float) -> str:
 
 def _ratios(axes: Any, names: list[str], points: list[tuple[str, Errors]]) -> None:
     """Draws a line for each contender and dtype. Tick labels show our error over the output, in the first dtype."""
-    places = list(dict.fromkeys(place for place, _ in points))
+    ticks = list(dict.fromkeys(tick for tick, _ in points))
     least: dict[tuple[str, str], float] = {}
     of_ours: dict[str, str] = {}
-    for place, row in points:
-        key, error = (place, row.setting.case.dtype), row.worst
+    for tick, row in points:
+        key, error = (tick, row.setting.case.dtype), row.worst
         least[key] = min(error, least.get(key, error))
         if row.ours:
-            of_ours.setdefault(place, f"{error:.1e}".replace("e-0", "e-"))
+            of_ours.setdefault(tick, f"{error:.1e}".replace("e-0", "e-"))
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for place, row in points:
+    for tick, row in points:
         dtype = row.setting.case.dtype
-        lines.setdefault((_name(row), dtype), []).append((places.index(place), row.worst / least[place, dtype]))
+        lines.setdefault((_name(row), dtype), []).append((ticks.index(tick), row.worst / least[tick, dtype]))
     for (name, dtype), line in lines.items():
         number = names.index(name)
         # Thick and below, so that overlapping lines stay visible.
         drawn = {"color": COLOURS[number % len(COLOURS)], "lw": 1.3 if number else 3.0, "zorder": 2 if number else 1}
         axes.plot(*zip(*line, strict=True), DTYPES[dtype], marker="o", ms=3, label=f"{name}, {dtype}", **drawn)
-    axes.set_xticks(range(len(places)), [f"{place}\n{of_ours.get(place, '')}" for place in places])
+    axes.set_xticks(range(len(ticks)), [f"{tick}\n{of_ours.get(tick, '')}" for tick in ticks])
     axes.grid(alpha=0.3)
 
 
