@@ -70,7 +70,7 @@ TESTED_ELSEWHERE = {
     "frameworks/flash_attn/v4": "frameworks/test_flash_attn_4_interface.py",
     "frameworks/jax/mod_attributes": "frameworks/test_jax_mods.py",
     "frameworks/jax/partition": "frameworks/test_xla_partition.py",
-    **dict.fromkeys((f"frameworks/jax/{name}" for name in ("arguments", "autograd")), "frameworks/test_jax.py"),
+    **dict.fromkeys((f"frameworks/jax/{name}" for name in ("arguments", "autograd", "call")), "frameworks/test_jax.py"),
     **dict.fromkeys((f"frameworks/jax/{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
     "mods/operations": "ops/test_block_mask.py",
     "frameworks/torch/autograd": "frameworks/test_torch_func.py",
