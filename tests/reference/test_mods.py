@@ -156,7 +156,7 @@ def test_rows_and_keys_that_a_mask_hides_exchange_no_nan(name: str, operand: str
     problem, mod_scores, dout = problem_of(call), make_mod_scores(call), normal(BATCH, ROWS, HEADS, DIM)
     shown = call["mask_mod"](*np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS]) if "mask_mod" in call else call["bias"]
     shown = shown & problem.mask.visible(np.arange(ROWS), np.arange(KEYS))
-    sees = np.broadcast_to(shown, (BATCH, HEADS, ROWS, KEYS))
+    visible = np.broadcast_to(shown, (BATCH, HEADS, ROWS, KEYS))
 
     def results(**poisoned: Any) -> tuple[Any, ...]:
         q, k, v, upstream = (poisoned.get(name, x) for name, x in (*inputs.items(), ("dout", dout)))
@@ -171,12 +171,14 @@ def test_rows_and_keys_that_a_mask_hides_exchange_no_nan(name: str, operand: str
     for number in (0, 7, 20):
         x = {**inputs, "dout": dout}[operand].copy()
         x[:, number] = np.nan
-        rows = sees[..., number] if operand in "kv" else np.broadcast_to(np.arange(ROWS) == number, sees.shape[:3])
-        keys = (sees & rows[..., None]).any(axis=2).reshape(BATCH, HEADS_KV, -1, KEYS).any(axis=2)
+        rows = (
+            visible[..., number] if operand in "kv" else np.broadcast_to(np.arange(ROWS) == number, visible.shape[:3])
+        )
+        keys = (visible & rows[..., None]).any(axis=2).reshape(BATCH, HEADS_KV, -1, KEYS).any(axis=2)
         soiled_results = results(**{operand: x})
         for got, expected, others in zip(soiled_results, clean, (~rows, ~rows, ~rows, ~keys, ~keys), strict=True):
             np.testing.assert_array_equal(got[others], expected[others])
-        assert np.isnan(soiled_results[2 if operand == "dout" else 0][rows & sees.any(axis=3)]).all()
+        assert np.isnan(soiled_results[2 if operand == "dout" else 0][rows & visible.any(axis=3)]).all()
 
 
 def test_a_row_that_is_nan_gives_nan_to_the_keys_that_it_sees_alone() -> None:
