@@ -45,10 +45,10 @@ def test_the_script_is_the_module() -> None:
 def interrupted(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs Python with these arguments and sends Ctrl-C after the line "ready"; returns its end."""
     folders = filter(None, (variables.pop("first", None), str(ROOT), os.environ.get("PYTHONPATH")))
-    asked: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    asked["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
-    asked["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
-    with subprocess.Popen([sys.executable, *command], **asked) as process:
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    options["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
+    options["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
+    with subprocess.Popen([sys.executable, *command], **options) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line == "ready\n":

@@ -246,7 +246,7 @@ def _all(**how: Any) -> Any:
 # Arrays are surrounded by NaN. Kernels read all layouts directly, except the last, which is copied.
 LAYOUTS = {
     "dense": lambda *arrays: arrays,
-    "heads_first": _all(places=(0, 2, 1, 3), before=(1, 0, 1, 8)),
+    "heads_first": _all(axis_order=(0, 2, 1, 3), before=(1, 0, 1, 8)),
     "halves": _halves,
     "every_second": _all(steps=(2, 2, 2, 1), before=(1, 1, 1, 1)),
     "reversed": _all(steps=(-1, -1, -1, 1), before=(1, 1, 1, 8)),
@@ -295,7 +295,7 @@ def check_unused(inputs: VarlenArrays, side: str, got: Any) -> None:
     """Checks that rows of no sequence are 0 in out, or in a gradient of this side."""
     unused = inputs.unused(side)
     rows = host(got).reshape(*unused.shape, *got.shape[-2:])[unused]
-    demand(not rows.any(), f"rows like those of {side} that no sequence uses are not 0")
+    demand(not rows.any(), f"rows laid out as {side} that no sequence uses are not 0")
 
 
 def upstream(inputs: VarlenArrays, seed: int = 7) -> tuple[Array, Array]:

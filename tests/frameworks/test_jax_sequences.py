@@ -54,7 +54,7 @@ def split(inputs: VarlenArrays, **more: Any) -> tuple[Any, list[Any], dict[str, 
     return functools.partial(attention, return_lse=True, **arguments, **more), leaves, varlen_kwargs
 
 
-def pulled(inputs: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
+def vjp_results(inputs: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
     """Computes out, lse and gradients by one jitted program, with the lengths as arguments."""
     call, leaves, varlen_kwargs = split(inputs, **more)
 
@@ -75,7 +75,7 @@ def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> No
     call, leaves, varlen_kwargs = split(inputs)
     check(inputs, *map(np.asarray, call(*leaves, **varlen_kwargs)))
     if case.has_gradients:
-        out, lse, gradients = pulled(inputs)
+        out, lse, gradients = vjp_results(inputs)
         check(inputs, out, lse)
         check_gradients(inputs, gradients)
 
@@ -83,7 +83,7 @@ def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> No
 @pytest.mark.drawn(12)
 def test_drawn_problems(seed: int) -> None:
     inputs = varlen_arrays(drawn(seed, gradients=True), seed)
-    check_gradients(inputs, pulled(inputs, deterministic=True)[2])
+    check_gradients(inputs, vjp_results(inputs, deterministic=True)[2])
     call, leaves, varlen_kwargs = split(varlen_arrays(drawn(seed), seed))
     check(varlen_arrays(drawn(seed), seed), *map(np.asarray, call(*leaves, **varlen_kwargs)))
 
@@ -160,10 +160,10 @@ def test_vmap_over_used_lengths(rank: int, axis: int | None) -> None:
     value = lambda q, k, v, varlen_kwargs: attention(q, k, v, causal=True, return_lse=True, **varlen_kwargs)  # noqa: E731
     gradient = jax.grad(lambda *x: (value(*x)[0] ** 2).sum(), (0, 1, 2))
     for function in (value, gradient):
-        places = {"seqused_k": 0, "seqused_q": None}
+        varlen_axes = {"seqused_k": 0, "seqused_q": None}
         close(
-            jax.vmap(function, (*axes, places))(*leaves, varlen_kwargs),
-            looped(function, leaves, varlen_kwargs, axes, places),
+            jax.vmap(function, (*axes, varlen_axes))(*leaves, varlen_kwargs),
+            looped(function, leaves, varlen_kwargs, axes, varlen_axes),
         )
 
 

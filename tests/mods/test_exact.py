@@ -96,13 +96,13 @@ EXPRESSIONS = st.recursive(
 def value_of(expression: Any, i: Any, j: Any, tables: Any, checked: Any) -> Any:
     """Returns the value of an expression, for traced values or Python's integers."""
     name, *parts = expression
-    places = {"i": i, "j": j}
+    indices = {"i": i, "j": j}
     if name == "number":
         return parts[0]
     if name == "index":
-        return places[parts[0]]
+        return indices[parts[0]]
     if name == "element":
-        return tables[parts[0]][places[parts[1]]]
+        return tables[parts[0]][indices[parts[1]]]
     values = [value_of(part, i, j, tables, checked) for part in parts]
     if name in ("floordiv", "mod"):
         values[1] = (values[1] & 1023) + 1

@@ -206,7 +206,7 @@ def flash_attn_varlen_func(
     if isinstance(seqused_q, (int, float)):
         raise ProblemError(
             f"seqused_q={seqused_q} is a number; give a tensor (batch,) or None. If this was meant as dropout_p, take "
-            "cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
+            "cuflash.frameworks.flash_attn_interface: it has the order of flash-attn 2"
         )
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
