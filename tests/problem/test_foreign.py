@@ -99,6 +99,50 @@ def test_a_hint_is_for_the_function_that_was_called(name: str, keyword: str, tex
         function(*arrays, **{keyword: None})
 
 
+# Calls that name an array as another library does, so that an argument is missing, too.
+RENAMED = [
+    ("forward", (), {"query": X}, "'query'; give q= (an array)"), ("forward", (X, X), {"value": X}, "'value'; give v="),
+    ("lse", (X,), {"key": X}, "'key'; give k="), ("lse", (), {"query": X, "key": X}, "'key'; give k="),
+    ("backward", (), {"do": X}, "'do'; give dout="), ("append_kv", (), {"key_cache": X}, "'key_cache'; give k_cache="),
+    ("plan", (), {"query": X}, "'query'; give q="), ("merge_states", (), {"v_a": X}, "'v_a'; give outs="),
+    ("triangle_attention", (X, X, X), {"attn_bias": X}, "'attn_bias'; give bias="),
+    ("torch.attention", (), {"query": X}, "'query'; give q="), ("torch.flex_attention", (), {"q": X}, "give query="),
+    ("jax.attention", (X, X), {"value": X}, "'value'; give v="),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(("name", "arrays", "keywords", "text"), RENAMED)
+def test_a_hint_comes_before_missing_arguments(
+    name: str, arrays: tuple[Any, ...], keywords: dict[str, Any], text: str
+) -> None:
+    home, _, function = name.rpartition(".")
+    if home:
+        pytest.importorskip(home)
+    module = importlib.import_module(f"cuflash.frameworks.{home}") if home else cuflash
+    with refused(TypeError, f"{function}() got an unexpected keyword argument", text):
+        getattr(module, function)(*arrays, **keywords)
+
+
+PATHS: list[dict[str, Any]] = [
+    {}, {"cu_seqlens_q": X, "cu_seqlens_k": X}, {"mask_mod": lambda b, h, i, j: i >= j}, {"bias": X}, {"check": True},
+    {"sinks": X[0, 0, :, 0]}, {"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_seed": 1}, {"page_table": X},
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(path) or "plain")
+def test_each_missing_argument_is_named_on_every_path(path: dict[str, Any]) -> None:
+    for name, function in public_functions().items():
+        parameters = inspect.signature(function).parameters
+        array = importlib.import_module("torch").from_numpy(X) if ".torch." in name else X
+        required = [x.name for x in parameters.values() if x.default is x.empty]
+        options = {option: value for option, value in path.items() if option in parameters.keys() - set(required)}
+        for missing in required if name != "cuflash.backward" or "page_table" not in path else ():
+            with pytest.raises(TypeError, match=rf"\(\) missing .*required .*argument.*'{missing}'"):
+                function(**{x: array for x in required if x != missing}, **options)
+
+
 @pytest.mark.parametrize(("keyword", "texts"), [
     ("casual", ("'casual'; give causal=",)), ("windowsize", ("give window_size=",)),
     ("zzz", ("give some of q, k, v, softmax_scale, causal,",)), ("key_padding_mask", ("seqused_k=", "bias=")),
