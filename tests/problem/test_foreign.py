@@ -89,6 +89,14 @@ HINTS = [
     ("create_block_mask", "KV_LEN", "; give seqlen_k="), ("create_block_mask", "device", "; give like="),
     ("merge_states", "v_a", "; give outs="), ("merge_states", "prefix_lse", "; give lses="),
     ("plan", "check", "; cuflash.forward has check="), ("forward", "enable_gqa", "; leave it out: heads_q may be"),
+    ("forward", "actual_seq_lengths_kv", "; give seqused_k= (batch,)"), ("forward", "key_cache", "; give k= (the"),
+    ("forward", "actual_seq_lens_q", "; give seqused_q="), ("lse", "actual_seq_kvlen", "; give cu_seqlens_k="),
+    ("forward", "cu_seqlens_k_new", "; cuflash.append_kv has cu_seqlens_k= (batch + 1,) in int32, of the new keys"),
+    ("append_kv", "cu_seqlens_k_new", "; give cu_seqlens_k="), ("append_kv", "value_cache", "; give v_cache="),
+    ("forward", "o", "; give out= (an array to write to)"), ("backward", "o", "; give out= (the result of cuflash.for"),
+    ("merge_states", "output_lse", "; leave it out: lse is returned"), ("forward", "device", "; leave it out: results"),
+    ("forward", "num_heads", "; leave it out: the shapes of the arrays have it"), ("forward", "kv", "; give some of"),
+    ("forward", "block_size", "; give some of"), ("forward", "softmax_lse_return", "; give some of"),
 ]  # fmt: skip
 
 
@@ -146,6 +154,7 @@ def test_each_missing_argument_is_named_on_every_path(path: dict[str, Any]) -> N
 @pytest.mark.parametrize(("keyword", "texts"), [
     ("casual", ("'casual'; give causal=",)), ("windowsize", ("give window_size=",)),
     ("zzz", ("give some of q, k, v, softmax_scale, causal,",)), ("key_padding_mask", ("seqused_k=", "bias=")),
+    ("actual_seq_lengths", ("give seqused_k= (batch,)", "or seqused_q= (batch,)")),
     ("dropout", ("dropout_p=",)), ("cu_seqlens", ("cu_seqlens_q= and cu_seqlens_k=",)), ("s_aux", ("sinks=",)),
 ])  # fmt: skip
 def test_a_keyword_is_answered_by_what_it_means_or_looks_like(keyword: str, texts: tuple[str, ...]) -> None:
@@ -193,6 +202,16 @@ def test_attributes_of_others_are_answered(name: str, text: str) -> None:
     with refused(AttributeError, f"module 'cuflash' has no attribute '{name}'", text):
         getattr(cuflash, name)
     assert not hasattr(cuflash, name)
+
+
+@pytest.mark.parametrize("name", ["__wrapped__", "__file_", "_forward", "zzz"])
+def test_attributes_that_are_no_misspellings_get_no_hint(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^module 'cuflash' has no attribute '{name}'$"):
+        getattr(cuflash, name)
+
+
+def test_packages_that_are_not_imported_are_answered_by_the_import() -> None:
+    assert str(foreign.no_attribute("testing", ())).endswith("; import cuflash.testing first")
 
 
 def test_functions_that_answers_name_are_there() -> None:
