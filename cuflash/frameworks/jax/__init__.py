@@ -21,13 +21,14 @@ from ...mods.tracing.operand import is_real
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
 from ...problem.foreign import answers_foreign
-from ...problem.operands import Op, VarlenArgs
+from ...problem.integers import check_integers
+from ...problem.operands import VARLEN_ARGS, Op, VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.problem import Problem
 from ...problem.signatures import AttentionOptions
 from ..bool_masks import visible_in
 from . import autograd
-from .arguments import arrays_of, bias_or_mask, integers, static_keywords, window_of
+from .arguments import arrays_of, bias_or_mask, integers, is_on_host, static_keywords, window_of
 from .handlers import FORWARD, OPS, CallOptions, Shape, op_of, specs_of
 from .mods import mod_operands
 from .primitives import as_jax, check_not_reduced, checked_array
@@ -163,6 +164,10 @@ def attention(
     ------
     ProblemError, UnsupportedError, CompileError
         As in `cuflash.forward`, while the call is traced or lowered.
+    jax.errors.JaxRuntimeError
+        On the CPU, where results are read: for wrong values of lengths, pages or rows of a cache that were traced. It
+        begins with "INVALID_ARGUMENT: ProblemError", and arguments have their names here, also in calls of the other
+        functions. Values that are not traced raise ProblemError in the call. On a GPU, values are not read.
 
     Notes
     -----
@@ -496,6 +501,8 @@ def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | No
     """Returns the result of a call of operands by name, in the op's order. op: None for a plain call."""
     arrays = arrays_of(**named)
     static = _static(tuple(named), arrays, options, op)
+    if len(named) > 3:
+        _check_values(named, arrays, options, op)
     return autograd.attention(static, with_lse, *_varying_alike(static.names, arrays))
 
 
@@ -525,10 +532,25 @@ def _validated(
     op: Op | None,
 ) -> CallOptions:
     """Returns the options of a validated call. options: `Options.key()`, which keeps 1 and True apart."""
+    return CallOptions.from_problem(_problem(names, shapes, dtypes, options[0], op), names)
+
+
+def _problem(
+    names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[Any, ...], options: Options, op: Op | None
+) -> Problem:
     op = op or op_of(FORWARD, names)
-    return CallOptions.from_problem(
-        Problem.from_specs(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names
-    )
+    return Problem.from_specs(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options)
+
+
+def _check_values(named: dict[str, Any], arrays: tuple[Any, ...], options: Options, op: Op | None) -> None:
+    """Validates lengths, pages and rows of a cache if all of them have values that the host may read.
+
+    The handler on the CPU validates them too, but its errors are XLA's, and have no names of the caller.
+    """
+    integers = [x for name, x in named.items() if name in VARLEN_ARGS]
+    if integers and all(map(is_on_host, integers)):
+        shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
+        check_integers(_problem(tuple(named), shapes, dtypes, options, op), named)
 
 
 def _varying_alike(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
