@@ -174,7 +174,7 @@ def test_unsupported_vmaps_and_gradients_are_refused() -> None:
         jax.vmap(lambda x: call(*leaves, **varlen_kwargs | {name: x}))(jnp.stack([varlen_kwargs[name]] * 2))
     for case, cached in ((PAGED, "page_table"), (CACHE, "cache_batch_idx")):
         call, leaves, varlen_kwargs = split(varlen_arrays(case).filled(0.0))
-        with pytest.raises(UnsupportedError, match=f"{cached} was given and gradients are wanted.*stop_gradient"):
+        with pytest.raises(UnsupportedError, match=f"{cached} was given and gradients are requested.*stop_gradient"):
             jax.grad(lambda q, f=call, x=leaves, t=varlen_kwargs: f(q, *x[1:], **t)[0].sum())(leaves[0])
         jax.grad(lambda s, f=call, x=leaves, t=varlen_kwargs: (s * f(*map(jax.lax.stop_gradient, x), **t)[0]).sum())(
             1.0
