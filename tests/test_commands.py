@@ -218,6 +218,32 @@ def test_a_command_whose_reader_has_ended_ends_quietly(
     assert b"Broken" not in (done.stderr or b""), done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["", "info", "bench quick", "accuracy", "warmup --device sm_80",
+                                     "selftest --problems 1"])  # fmt: skip
+def test_a_command_whose_output_has_no_space_says_so(command: str, unbuffered: str, tmp_path: Path) -> None:
+    variables = {"PYTHONUNBUFFERED": unbuffered, "CUFLASH_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = [sys.executable, "-c", AT_ONCE, *command.split()]
+    with open("/dev/full", "w") as full:
+        streams: list[dict[str, Any]] = [{"stdout": full, "stderr": subprocess.PIPE}, {"stdout": full, "stderr": full}]
+        for each in streams:
+            done = subprocess.run(process, **each, env=os.environ | variables, timeout=600, check=False, text=True)
+            assert done.returncode == 1
+            if done.stderr is not None:
+                assert done.stderr.endswith("cuflash: cannot write the output: No space left on device\n")
+                assert "Traceback" not in done.stderr
+
+
+def test_help_whose_output_has_no_space_fails_too() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("Linux's device that is always full")
+    with open("/dev/full", "w") as full:
+        process = [sys.executable, "-m", "cuflash", "info", "--help"]
+        done = subprocess.run(process, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False, text=True)
+    assert (done.returncode, done.stderr) == (1, "cuflash: cannot write the output: No space left on device\n")
+
+
 @pytest.mark.parametrize(("size", "message"), [
     (0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (10 * 1024 + 600, "11 KiB"),
     (1023.7 * 1024, "1 MiB"), (9.96 * 2**20, "10 MiB"), (232 * 2**20, "232 MiB"), (5.25 * 2**30, "5.2 GiB"),

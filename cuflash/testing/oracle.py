@@ -78,13 +78,13 @@ def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float
     A result may err by it even if the naive one happens to be exact.
     """
     got = np.asarray(got)
-    demand(got.shape == exact.shape, f"{name}: shape {got.shape}, wanted {exact.shape}")
+    demand(got.shape == exact.shape, f"{name}: shape {got.shape}, expected {exact.shape}")
     wide, reference = got.astype(np.float64), naive.astype(np.float64)
     for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         differ = np.argwhere(test(wide) != test(exact))
         if len(differ):
             raise MismatchError(
-                f"{name}: {kind} in {int(test(wide).sum())} places, wanted in {int(test(exact).sum())}; "
+                f"{name}: {kind} in {int(test(wide).sum())} places, expected in {int(test(exact).sum())}; "
                 f"{len(differ)} differ, the first at {tuple(int(i) for i in differ[0])}"
             )
     finite = np.isfinite(exact)

@@ -284,7 +284,7 @@ def check(inputs: VarlenArrays, out: Any, *lses: Any) -> None:
     for name, got in (("out", out), *(("lse", lse) for lse in lses)):
         if got is not None:
             shape = (expected[name][0][0] if "cu_seqlens_q" in inputs.varlen_kwargs else expected[name][0]).shape
-            demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, wanted {shape}")
+            demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, expected {shape}")
             full = host(got).reshape(expected[name][0].shape)
             oracle.assert_close(name, full, *expected[name], ulps=max(4, ULPS[problem.dtype]), unit=units[name])
     if out is not None:
@@ -346,7 +346,7 @@ def check_gradients(inputs: VarlenArrays, got: Sequence[Any], *, dlse: bool = Tr
     for side, x, like, expected, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
         kind = host(x).shape, host(x).dtype
         expected_kind = (like[0] if f"cu_seqlens_{side}" in inputs.varlen_kwargs else like).shape, like.dtype
-        demand(kind == expected_kind, f"a gradient is {kind}, wanted {expected_kind}")
+        demand(kind == expected_kind, f"a gradient is {kind}, expected {expected_kind}")
         full = host(x).reshape(like.shape)
         oracle.assert_close("gradient", full, expected, naive, ulps=ulps * ULPS[problem.dtype], unit=unit)
         check_unused(inputs, side, x)

@@ -264,7 +264,7 @@ def test_packed_and_used_lengths() -> None:
     expected = jax.grad(lambda *x: (dense(*x) ** 2).sum(), range(4))(q, k, v, slopes)
     assert_close([x.reshape(y.shape) for x, y in zip(grads, expected, strict=True)], expected)
     table = jnp.zeros((BATCH, 1), jnp.int32)
-    with pytest.raises(UnsupportedError, match="page_table was given and gradients are wanted"):
+    with pytest.raises(UnsupportedError, match="page_table was given and gradients are requested"):
         jax.grad(lambda s: attention(q, k, v, page_table=table, score_mod=tilted(s)).sum())(slopes)
 
 

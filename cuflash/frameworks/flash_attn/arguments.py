@@ -212,6 +212,11 @@ def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, s
     return tuple(packed.unbind(axis))
 
 
+def packed_names(name: str) -> dict[str, str]:
+    """Returns the names of the tensors in "qkv" or "kv", for errors: "k of kv"."""
+    return {part: f"{part} of {name}" for part in name}
+
+
 def check_out(name: str, out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     """Raises unless out is None or fits the result of attention of q and v."""
     if out is None:

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 from ...errors import ProblemError
-from ...problem.operands import Op
+from ...problem.integers import check_integers
+from ...problem.operands import VARLEN_ARGS, Op
 from ...problem.options import Options
 from ...problem.problem import Problem
 from . import autograd
-from .arguments import arrays_of
+from .arguments import arrays_of, is_on_host
 from .handlers import FORWARD, CallOptions, Shape, op_of, specs_of
 from .primitives import check_not_reduced
 
@@ -21,6 +22,8 @@ def run(named: dict[str, Any], options: Options, with_lse: bool, op: Op | None =
     """Returns the result of a call of operands by name, in the op's order. op: None for a plain call."""
     arrays = arrays_of(**named)
     static = _static(tuple(named), arrays, options, op)
+    if len(named) > 3:
+        _check_values(named, arrays, options, op)
     return autograd.attention(static, with_lse, *_varying_alike(static.names, arrays))
 
 
@@ -50,10 +53,25 @@ def _validated(
     op: Op | None,
 ) -> CallOptions:
     """Returns the options of a validated call. options: `Options.key()`, which keeps 1 and True apart."""
+    return CallOptions.from_problem(_problem(names, shapes, dtypes, options[0], op), names)
+
+
+def _problem(
+    names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[Any, ...], options: Options, op: Op | None
+) -> Problem:
     op = op or op_of(FORWARD, names)
-    return CallOptions.from_problem(
-        Problem.from_specs(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names
-    )
+    return Problem.from_specs(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options)
+
+
+def _check_values(named: dict[str, Any], arrays: tuple[Any, ...], options: Options, op: Op | None) -> None:
+    """Validates lengths, pages and rows of a cache if all of them have values that the host may read.
+
+    The handler on the CPU validates them too, but its errors are XLA's, and have no names of the caller.
+    """
+    integers = [x for name, x in named.items() if name in VARLEN_ARGS]
+    if integers and all(map(is_on_host, integers)):
+        shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
+        check_integers(_problem(tuple(named), shapes, dtypes, options, op), named)
 
 
 def _varying_alike(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:

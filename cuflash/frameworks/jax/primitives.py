@@ -92,7 +92,7 @@ def refuse_cached(names: Sequence[str]) -> None:
     cached = [name for name in ("page_table", "cache_batch_idx") if name in names]
     if cached:
         raise UnsupportedError(
-            f"{cached[0]} was given and gradients are wanted, but cached keys have none, as several sequences may "
+            f"{cached[0]} was given and gradients are requested, but cached keys have none, as several sequences may "
             "share them; call it outside of jax.grad, or with jax.lax.stop_gradient of q, k and v, or gather the keys "
             "into k and v, packed (cu_seqlens_k) or one row of the batch for each sequence (seqused_k)"
         )
