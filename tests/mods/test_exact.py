@@ -371,6 +371,20 @@ def test_zeros_of_integers_have_no_sign(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(values.reshape(ROWS, ROWS), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("divisor", [3.0, -3.0])
+def test_quotients_that_decide_keep_the_sign_of_zero(divisor: float, tmp_path: Path) -> None:
+    signed = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, np.inf, -np.inf], np.float32)
+    case = case_of(lambda b, h, i, j: 1.0 / (signed[j] / divisor) < i - 1, "mask_mod")
+    with np.errstate(all="ignore"):
+        expected = 1.0 / (signed / np.float32(divisor)) < PLACES[:, None] - 1
+    (values,) = evaluate(case.roots, GRID, case.arrays)
+    np.testing.assert_array_equal(np.reshape(values, (ROWS, ROWS)), expected)
+    if KERNELS.is_dir():
+        assert "divided(" in case.text()
+        ((values,),) = computed([case], GRID, tmp_path)
+        np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)
+
+
 def test_a_distance_to_earlier_keys_has_no_sign(tmp_path: Path) -> None:
     functions = (
         lambda s, b, h, i, j: 1.0 / abs(j - mods.position_of(i)),
