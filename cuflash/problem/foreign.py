@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ProblemError, UnsupportedError
 
@@ -135,35 +135,20 @@ FUNCTIONS = {
 _functions: list[Callable[..., Any]] = []  # public functions of the imported packages
 
 
-class MissingArgument:
-    """Default of a required parameter: reading any of its attributes raises the error for the missing argument.
-
-    It serves every check of an argument, since `isinstance` and `hasattr` read attributes. So calls with all arguments
-    run no check for missing ones.
-    """
-
-    def __init__(self, function: str, name: str) -> None:
-        object.__setattr__(self, "text", f"{function}() missing a required argument: {name!r}")
-
-    def __getattribute__(self, _: str) -> NoReturn:
-        raise TypeError(object.__getattribute__(self, "text"))
-
-
 def answers_foreign(function: Call) -> Call:
     """Decorates a public function: its error for an unknown keyword names the parameter that replaces it.
 
     A function with `**foreign` calls `refuse_foreign` itself and gets no wrapper, which would cost each repeated call
-    0.3 µs. Its signature then lacks `**foreign`. Its required parameters get `MissingArgument` as default, because
-    Python's error for a missing argument comes before the function's body and lacks the hint.
+    0.3 µs. Its signature then lacks `**foreign`. Its required parameters get the default None, which validation
+    refuses: Python's error for a missing argument would come before the function's body, without the hint.
     """
     _functions.append(function)
     signature = inspect.signature(function)
     *parameters, last = signature.parameters.values()
     if last.kind is last.VAR_KEYWORD:
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        required = [x.name for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
-        missing = [MissingArgument(function.__name__, name) for name in required]
-        function.__defaults__ = *missing, *(function.__defaults__ or ())
+        required = [x for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+        function.__defaults__ = *[None] * len(required), *(function.__defaults__ or ())
         return function
 
     @functools.wraps(function)

@@ -100,7 +100,7 @@ def test_positional_arguments_follow_each_versions_order(device: str) -> None:
     assert all(map(torch.equal, fa3.flash_attn_varlen_func(*of_3), (out, lse)))
     with pytest.raises(ProblemError, match="flash_attn_3_interface"):
         fa2.flash_attn_varlen_func(*leading, None, None, 0.2, True)
-    with pytest.raises(ProblemError, match=r"cuflash.frameworks.flash_attn_interface: its order"):
+    with pytest.raises(ProblemError, match=r"cuflash.frameworks.flash_attn_interface: it has the order"):
         fa3.flash_attn_varlen_func(*leading, 0.0, 0.2, True)
 
 

@@ -115,7 +115,7 @@ OPERATORS = [
 ]
 
 
-@pytest.mark.parametrize("stranger", STRANGERS, ids=repr)
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_operands_that_are_no_numbers_are_refused(stranger: Any, is_first: bool) -> None:
     for name in OPERATORS:
