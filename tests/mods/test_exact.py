@@ -238,9 +238,9 @@ UNBOUNDED = {
 @pytest.mark.parametrize("source", [Type.FLOAT32, Type.FLOAT64], ids=str)
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_the_range_of_a_cast_holds_what_nan_becomes(name: str, source: Type, type: Type) -> None:
-    places = {"q_idx": np.arange(100) // 10, "k_idx": np.arange(100) % 10}
+    pairs = {"q_idx": np.arange(100) // 10, "k_idx": np.arange(100) % 10}
     root = cast(cast(UNBOUNDED[name], source), type)
-    (values,) = evaluate([root], places, [SPECIAL])
+    (values,) = evaluate([root], pairs, [SPECIAL])
     assert root.ends[0] <= int(np.min(values)) <= int(np.max(values)) <= root.ends[1]
     if name == "a clip without NaN":
         assert root.ends == (0, 10)
