@@ -197,11 +197,11 @@ def is_caught(fault: Fault, tree: Path) -> bool:
 
 
 def main() -> int:
-    asked = sys.argv[1] if len(sys.argv) > 1 else ""
-    faults = [fault for fault in FAULTS if asked in f"{fault.name} {fault.path}"]
+    pattern = sys.argv[1] if len(sys.argv) > 1 else ""
+    faults = [fault for fault in FAULTS if pattern in f"{fault.name} {fault.path}"]
     if device.count() == 0:
         faults = [fault for fault in faults if not fault.is_of_kernel]
-        print("those of kernels are left out, as there is no GPU")
+        print("faults in kernels are left out, as there is no GPU")
     here = threading.local()
     with tempfile.TemporaryDirectory() as folder:
 

@@ -72,10 +72,10 @@ def times(ratio: float | None) -> str:
     return "" if ratio is None else f" ({ratio:.2f})"
 
 
-def span(numbers: Iterable[float], places: int = 2) -> str:
+def span(numbers: Iterable[float], digits: int = 2) -> str:
     """Returns the smallest and the largest number as text."""
     ordered = sorted(numbers)
-    least, greatest = (f"{x:.{places}f}" for x in (ordered[0], ordered[-1]))
+    least, greatest = (f"{x:.{digits}f}" for x in (ordered[0], ordered[-1]))
     return least if least == greatest else f"{least} to {greatest}"
 
 

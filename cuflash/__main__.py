@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import shlex
 import sys
@@ -18,6 +20,7 @@ from .tools.bench import accuracy
 from .tools.bench import run as bench
 
 UNREAD = 141  # 128 + SIGPIPE: the exit code that shells report if the reader of a pipe has ended
+_FULL = errno.ENOSPC, errno.EDQUOT
 GUIDE = """\
 cuflash {version}: FlashAttention for every array library.
 
@@ -48,17 +51,25 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command, or prints the list of commands; returns the exit code.
 
-    0: success. 1: a wrong output, an error above its limit, a kernel that did not compile, or a command that this
-    machine cannot run. 2: bad usage. 130: ended by Ctrl-C. 141: the reader of the output ended first, as `head` does.
+    0: success. 1: a wrong output, an error above its limit, a kernel that did not compile, a full disk, or a command
+    that this machine cannot run. 2: bad usage. 130: ended by Ctrl-C. 141: the reader of the output ended first, as
+    `head` does.
     """
     try:
         try:
             return _until_interrupted(sys.argv[1:] if arguments is None else arguments)
         finally:
-            print(end="", flush=True)  # raises BrokenPipeError here: argparse ignores it, and Python reports it at exit
+            print(end="", flush=True)  # raises OSError here: argparse ignores it, and Python reports it at exit
     except BrokenPipeError:
-        _drop_unread_output()
+        _drop_unwritten_output()
         return UNREAD
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        with contextlib.suppress(OSError):  # stderr may be on the full disk, too
+            print(f"cuflash: cannot write {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        _drop_unwritten_output()
+        return 1
 
 
 def _until_interrupted(arguments: list[str]) -> int:
@@ -73,12 +84,12 @@ def _until_interrupted(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
-def _drop_unread_output() -> None:
-    """Replaces pipes with closed readers by os.devnull, as Python reports failed writes at exit."""
+def _drop_unwritten_output() -> None:
+    """Replaces streams that cannot be written by os.devnull, as Python reports failed writes at exit."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

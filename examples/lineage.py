@@ -92,7 +92,7 @@ def on_a_gpu(*arrays: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def draw(traces: dict[str, Trace], exact: float, path: str) -> None:
-    """Draws a column for each algorithm: its statistics above, o below."""
+    """Draws a line for each algorithm: its statistics on the left, o on the right."""
     from matplotlib import pyplot
 
     titles = {
@@ -101,29 +101,30 @@ def draw(traces: dict[str, Trace], exact: float, path: str) -> None:
         "flashd": "FLASH-D\nno maximum, no division",
     }
     named = {"m": "m, largest score", "ell": "ℓ, sum of exp(s - m)", "lse": "lse"}
-    figure, axes = pyplot.subplots(2, 3, figsize=(10, 5), sharex=True, layout="constrained")
-    for column, (name, states) in enumerate(traces.items()):
+    pyplot.rcParams.update({"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 12})  # legible on a phone
+    figure, axes = pyplot.subplots(3, 2, figsize=(6, 9), sharex=True, layout="constrained")
+    for (left, right), (name, states) in zip(axes, traces.items(), strict=True):
         num_keys = [number * TILE for number in range(len(states))]
-        upper, lower = axes[:, column]
         colours = iter(("#0072B2", "#D55E00"))
         for key in states[0]:
             values = [state[key] for state in states]
             if key != "o":
                 shown = [np.nan if np.isinf(x) else x for x in values]
-                upper.plot(num_keys, shown, "o-", ms=3, color=next(colours), label=named[key])
+                left.plot(num_keys, shown, "o-", ms=3, color=next(colours), label=named[key])
             else:
-                lower.plot(num_keys, values, "o-", ms=3, color="#009E73", label="o")
+                right.plot(num_keys, values, "o-", ms=3, color="#009E73", label="o")
         if name == "flash2":
             ended = states[-1]["o"] / states[-1]["ell"]
             whole = states[-1]["o"]
-            lower.annotate("", (KEYS, ended), (KEYS, whole), arrowprops={"arrowstyle": "->"})
-            lower.text(KEYS - 3, (whole + ended) / 2, "o / ℓ", ha="right", va="center", backgroundcolor="white")
-        lower.axhline(exact, color="black", lw=0.8, ls="--", label="exact")
-        upper.set_title(titles[name], fontsize=10)
-        upper.legend(fontsize=8)
-        lower.legend(fontsize=8)
-        lower.set_xlabel("keys seen")
-    axes[1, 0].set_ylabel("first number of o")
+            right.annotate("", (KEYS, ended), (KEYS, whole), arrowprops={"arrowstyle": "->"})
+            right.text(KEYS - 3, (whole + ended) / 2, "o / ℓ", ha="right", va="center", backgroundcolor="white")
+        right.axhline(exact, color="black", lw=0.8, ls="--", label="exact")
+        left.set_title(titles[name])
+        right.set_ylabel("first number of o")
+    for panel in axes[-1]:
+        panel.set_xlabel("keys so far")
+    handles = {line.get_label(): line for panel in axes.flat for line in panel.get_lines()}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=160)
     print(f"drawn to {path}")
 

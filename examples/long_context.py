@@ -126,7 +126,8 @@ def draw(where: str, peaks: Peaks, path: str) -> None:
     """Draws memory by length, and the limit."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
+    pyplot.rcParams.update({"font.size": 12, "axes.titlesize": 12})  # legible on a phone
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for (name, label), colour in zip(ALGORITHMS.items(), ("#D55E00", "#0072B2"), strict=True):
         there = {length: peak for length, peak in peaks[name].items() if not np.isnan(peak)}
         axes.plot(there.keys(), there.values(), "o-", color=colour, label=label)

@@ -63,14 +63,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Numbers the problems of tests marked `drawn`, and finds the variants of those marked `exhaustive`."""
     if marker := metafunc.definition.get_closest_marker("drawn"):
-        asked: int = metafunc.config.getoption("drawn")
-        metafunc.parametrize("seed", range(asked or marker.args[0]))
+        num_drawn: int = metafunc.config.getoption("drawn")
+        metafunc.parametrize("seed", range(num_drawn or marker.args[0]))
     if marker := metafunc.definition.get_closest_marker("exhaustive"):
         chosen = metafunc.config.getoption("markexpr") or ""
         left_out = pytest.mark.skip(reason="minutes long: run with -m exhaustive")
         # Only on request, as planning all variants takes as long as many tests.
-        is_asked = "exhaustive" in chosen and "not exhaustive" not in chosen
-        variants = marker.args[0]() if is_asked else [pytest.param(None, marks=left_out)]
+        is_requested = "exhaustive" in chosen and "not exhaustive" not in chosen
+        variants = marker.args[0]() if is_requested else [pytest.param(None, marks=left_out)]
         metafunc.parametrize("variant", sampled(variants, metafunc.config.getoption("sample")))
 
 

@@ -45,10 +45,10 @@ def test_the_script_is_the_module() -> None:
 def interrupted(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs Python with these arguments and sends Ctrl-C after the line "ready"; returns its end."""
     folders = filter(None, (variables.pop("first", None), str(ROOT), os.environ.get("PYTHONPATH")))
-    asked: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    asked["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
-    asked["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
-    with subprocess.Popen([sys.executable, *command], **asked) as process:
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    options["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
+    options["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
+    with subprocess.Popen([sys.executable, *command], **options) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line == "ready\n":
@@ -216,6 +216,32 @@ def test_a_command_whose_reader_has_ended_ends_quietly(
     os.close(writing)
     assert done.returncode == 141
     assert b"Broken" not in (done.stderr or b""), done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["", "info", "bench quick", "accuracy", "warmup --device sm_80",
+                                     "selftest --problems 1"])  # fmt: skip
+def test_a_command_whose_output_has_no_space_says_so(command: str, unbuffered: str, tmp_path: Path) -> None:
+    variables = {"PYTHONUNBUFFERED": unbuffered, "CUFLASH_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = [sys.executable, "-c", AT_ONCE, *command.split()]
+    with open("/dev/full", "w") as full:
+        streams: list[dict[str, Any]] = [{"stdout": full, "stderr": subprocess.PIPE}, {"stdout": full, "stderr": full}]
+        for each in streams:
+            done = subprocess.run(process, **each, env=os.environ | variables, timeout=600, check=False, text=True)
+            assert done.returncode == 1
+            if done.stderr is not None:
+                assert done.stderr.endswith("cuflash: cannot write the output: No space left on device\n")
+                assert "Traceback" not in done.stderr
+
+
+def test_help_whose_output_has_no_space_fails_too() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("Linux's device that is always full")
+    with open("/dev/full", "w") as full:
+        process = [sys.executable, "-m", "cuflash", "info", "--help"]
+        done = subprocess.run(process, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False, text=True)
+    assert (done.returncode, done.stderr) == (1, "cuflash: cannot write the output: No space left on device\n")
 
 
 @pytest.mark.parametrize(("size", "message"), [

@@ -180,13 +180,13 @@ def test_a_fork_waits_for_a_thread_that_waits_for_another_process(
 ) -> None:
     """Uses a clock that only the thread advances, by all of its limits in turn."""
     cache_dir.mkdir(mode=0o700)
-    now, looks, inside, ended, forked = [0.0], [0], threading.Event(), threading.Event(), threading.Event()
+    now, num_checks, inside, ended, forked = [0.0], [0], threading.Event(), threading.Event(), threading.Event()
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
     def look(seconds: float) -> None:
-        looks[0] += 1
+        num_checks[0] += 1
         time.sleep(seconds)
 
     def compile_kernel() -> None:
@@ -195,8 +195,8 @@ def test_a_fork_waits_for_a_thread_that_waits_for_another_process(
             with disk_cache.compiling("kernel.cubin"):
                 assert now[0] >= disk_cache.WAIT_SECONDS
                 sleep(0.99 * disk_cache.WAIT_SECONDS)  # as long as the slowest kernel takes
-                enough = looks[0] + 2  # the fork reads the clock once more before the section ends
-                while looks[0] < enough and not forked.is_set():
+                enough = num_checks[0] + 2  # the fork reads the clock once more before the section ends
+                while num_checks[0] < enough and not forked.is_set():
                     time.sleep(locks.PAUSE)
             ended.set()
 

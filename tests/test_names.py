@@ -140,7 +140,8 @@ FAMILIES = (
     *(Family(old, new, PYTHON) for old, new in OF_PYTHON.items()),
 )
 # Names for the origin or relation of a variable instead of its content.
-VAGUE = {"made", "found", "given", "wanted", "known", "seen", "told", "kept", "own", "of", "at"}
+VAGUE = {"made", "found", "given", "wanted", "known", "seen", "told", "kept", "own", "of", "at", "asked", "heard"}
+VAGUE |= {"knows", "says", "sees", "places", "claims", "want", "blind", "soiled", "pulled"}
 FOLDERS = ("cuflash", "kernels_cu", "tests", "examples", ".ci")
 FILES = {
     path.relative_to(ROOT).as_posix(): path

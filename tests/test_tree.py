@@ -70,7 +70,7 @@ TESTED_ELSEWHERE = {
     "frameworks/flash_attn/v4": "frameworks/test_flash_attn_4_interface.py",
     "frameworks/jax/mod_attributes": "frameworks/test_jax_mods.py",
     "frameworks/jax/partition": "frameworks/test_xla_partition.py",
-    **dict.fromkeys((f"frameworks/jax/{name}" for name in ("arguments", "autograd")), "frameworks/test_jax.py"),
+    **dict.fromkeys((f"frameworks/jax/{name}" for name in ("arguments", "autograd", "call")), "frameworks/test_jax.py"),
     **dict.fromkeys((f"frameworks/jax/{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
     "mods/operations": "ops/test_block_mask.py",
     "frameworks/torch/autograd": "frameworks/test_torch_func.py",
@@ -308,7 +308,7 @@ def test_documents_of_kernels_name_what_is_there() -> None:
 def test_no_lock_is_left_to_children_by_fork() -> None:
     kinds = re.compile(r"threading\.(R?Lock|Condition|Event|Semaphore)|@(functools\.)?cached_property")
     modules = {name for name, path in NAMES.items() if kinds.search(path.read_text("utf-8"))}
-    assert modules == {"locks", "frameworks/jax/handlers"}, "take those of cuflash/locks.py"
+    assert modules == {"locks", "frameworks/jax/handlers"}, "take the locks of cuflash/locks.py"
 
 
 def test_the_top_level_holds_what_it_may() -> None:

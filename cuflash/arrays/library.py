@@ -56,6 +56,10 @@ class Library:
     def from_cupy(self, array: Any) -> Any:
         """Returns a CuPy result as an array of this library, without a copy."""
 
+    def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function that computes with NumPy, outside of the graphs of a compiler that traces the caller."""
+        return function(*arguments)
+
     def seed(self, number: int, like: Any) -> Any:
         """Returns a new array of one int64, or of its halves as uint32, on the device of `like`."""
         return self.from_numpy(np.array(number, np.int64), like)

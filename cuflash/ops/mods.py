@@ -73,7 +73,7 @@ class ModCall(NamedTuple):
 
     def captured_grads(self, sums: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the gradients of captured arrays, each the sum of some of the results after dq, dk and dv."""
-        return tuple([reduce(add, [sums[place] for place in group]) for group in self.grads])
+        return tuple([reduce(add, [sums[index] for index in group]) for group in self.grads])
 
 
 def resolve_mods(
@@ -114,8 +114,8 @@ def resolve_mods(
     if not numbers:
         return ModCall(kind.op, tuple(arrays), drops, mask_tiles, ())
     flat = tuple(dict.fromkeys(number for group in numbers for number in group))
-    places = tuple([tuple([flat.index(number) for number in group]) for group in numbers])
-    return ModCall(_op_of(key, kind, flat), tuple(arrays), drops, mask_tiles, places)
+    indices = tuple([tuple([flat.index(number) for number in group]) for group in numbers])
+    return ModCall(_op_of(key, kind, flat), tuple(arrays), drops, mask_tiles, indices)
 
 
 class _CallKind(NamedTuple):
@@ -223,13 +223,13 @@ def _numbers(
     numbers = [number for number in numbers if mod_spec.arrays[number].type.is_float]
     numbers += [loaded] if mod_args.sinks is not None else []
     groups = [tuple([number for number in numbers if arrays[number] is x]) for x in captured_grads]
-    for place, (x, group) in enumerate(zip(captured_grads, groups, strict=True)):
+    for position, (x, group) in enumerate(zip(captured_grads, groups, strict=True)):
         if not group:
             names = [_described(mod_spec, number, arrays) for number in numbers]
             is_array = hasattr(x, "shape") and not isinstance(x, type)
             kind = f"an array of shape {tuple(x.shape)}" if is_array else kind_of(x)
             raise ProblemError(
-                f"captured_grads[{place}] is {kind} that has no gradient here; give, as the same objects, some of: "
+                f"captured_grads[{position}] is {kind} that has no gradient here; give, as the same objects, some of: "
                 f"{', '.join(names) or 'nothing, as no array of floats changes the scores'}"
             )
     return tuple(groups)

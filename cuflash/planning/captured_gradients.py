@@ -213,14 +213,14 @@ class _CapturedGradients:
         lengths = {"b": problem.batch, "h": problem.heads_q, "q_idx": problem.seqlen_q, "k_idx": problem.seqlen_k}
         sums = sums_of(term, result.shape, lengths)
         extents = [result.shape[axis] for axis in sums.gathered_axes]
-        places = math.prod(extents)
-        if places > MAX_PLACES:
+        entries = math.prod(extents)
+        if entries > MAX_PLACES:
             raise UnsupportedError(
                 f"{name}, the gradient of an array of shape {result.shape}: it is loaded at computed indices, whose "
-                f"sums have {places} places; {MAX_PLACES} are supported. Leave it out of captured_grads (in PyTorch: "
+                f"sums have {entries} places; {MAX_PLACES} are supported. Leave it out of captured_grads (in PyTorch: "
                 "detach it), load from several smaller arrays, or index it by b, h, q_idx or k_idx alone"
             )
-        in_tables = [lengths[axis] for axis in sums.separate_axes] + ([places] if extents else [])
+        in_tables = [lengths[axis] for axis in sums.separate_axes] + ([entries] if extents else [])
         size = math.prod(in_tables)
         *steps_apart, _ = (*packed_strides(tuple(in_tables)), 1) if not extents else packed_strides(tuple(in_tables))
         step_of = dict(zip(sums.separate_axes, steps_apart, strict=True))
@@ -274,7 +274,7 @@ class _CapturedGradients:
             "num_steps": num_steps,
             "parts": parts,
             "adds_atomically": int(atomic),
-            "table_places": places if extents else 0,
+            "table_places": entries if extents else 0,
             "result_kind": NUMBER_KINDS[result.dtype],
             **_numbered("extents", extents),
             **_numbered("strides", within.values()),

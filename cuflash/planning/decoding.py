@@ -197,8 +197,8 @@ def _lengths(problem: Problem) -> SeqlenInfo | None:
     """Returns the SeqlenInfo of a problem, also of a dense one; None if it has more rows than kernels can count."""
     if problem.seqlen_info is not None:
         return problem.seqlen_info
-    mask, places = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
-    varlen = SeqlenInfo(*places, left=-mask.lo, right=mask.hi, offset=0)
+    mask, sizes = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
+    varlen = SeqlenInfo(*sizes, left=-mask.lo, right=mask.hi, offset=0)
     most = max([varlen.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk"])
     return varlen if most * PADDED_SLOT < 2**31 else None
 

@@ -180,7 +180,7 @@ def words_of(rank: int) -> int:
     return 1 + axes + -(-axes // 2)
 
 
-def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> ModCode:
+def gradient_code(problem: Problem, derivative: Node, table_indices: tuple[Node, ...], stays: bool) -> ModCode:
     """Returns code for sm80/backward_mods.cu: the derivative of scores by a load, and the load's computed indices.
 
     stays: True if a thread block steps from sequence to sequence, over the same tile of each.
@@ -188,23 +188,25 @@ def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], 
     plain, mod_spec = make_mod_code(problem), problem.op.mod_spec
     assert plain is not None
     assert mod_spec is not None
-    return _gradient_code(plain, mod_spec, derivative, places, stays, _runs(problem, mod_spec, keys_as_rows=False))
+    return _gradient_code(
+        plain, mod_spec, derivative, table_indices, stays, _runs(problem, mod_spec, keys_as_rows=False)
+    )
 
 
 @lru_cache(maxsize=256)
 def _gradient_code(
-    plain: ModCode, mod_spec: ModSpec, derivative: Node, places: tuple[Node, ...], stays: bool, runs: _Runs
+    plain: ModCode, mod_spec: ModSpec, derivative: Node, table_indices: tuple[Node, ...], stays: bool, runs: _Runs
 ) -> ModCode:
     assert mod_spec.score is not None
     replacements = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
-    of_scores = (substituted(each, replacements) for each in (mod_spec.score, derivative, *places))
+    of_scores = (substituted(each, replacements) for each in (mod_spec.score, derivative, *table_indices))
     roots = [pick_form(root, keys_as_rows=False) for root in (mod_spec.mask or constant(True), *of_scores)]
-    names = [f"place{number}" for number in range(len(places))]
+    names = [f"place{number}" for number in range(len(table_indices))]
     text = _print(mod_spec, roots, ("visible", "score", "derivative", *names), runs)
     stays &= not any("b" in root.inputs for root in roots)
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
-        f"\nstruct ModTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
+        f"\nstruct ModTerm {{\n  static constexpr bool kLooksUp = {'true' if table_indices else 'false'};\n"
         f"  static constexpr bool kStays = {str(stays).lower()};\n"
         f"  static constexpr bool kVaries = {'false' if derivative.op == 'constant' else 'true'};\n"
         "  template <class Result, class Axes>\n"

@@ -19,7 +19,7 @@ class Argument(NamedTuple):
     """An argument under all of its names: `names` in functions of cuflash, `foreign` in other libraries.
 
     A name such as "cu_seqlens_q cu_seqlens_k" is two arguments that replace a foreign one together. unless: a
-    parameter; in functions that have it, another row replaces these foreign names.
+    parameter; this row does not hold for functions that have it.
     """
 
     names: tuple[str, ...]
@@ -28,18 +28,22 @@ class Argument(NamedTuple):
     unless: str = ""
 
 
-_MASKS = "attn_mask attention_mask mask custom_mask key_padding_mask padding_mask src_key_padding_mask"
+_MASKS = "attn_mask attention_mask atten_mask mask custom_mask key_padding_mask padding_mask src_key_padding_mask"
+_LENGTHS = "actual_seq_lengths actual_seq_lens actual_seq_len"
 _PADDING = "key_padding_mask padding_mask src_key_padding_mask"
-# Keywords of PyTorch, flash-attn, xformers, transformers, JAX, Triton, FlashInfer, vLLM, cuDNN and SageAttention.
+# Keywords of PyTorch, flash-attn, xformers, transformers, JAX, Triton, FlashInfer, vLLM, cuDNN, SageAttention and CANN.
 ARGUMENTS = (
     Argument(("q", "query"), "queries Q", "an array"),
     Argument(("k", "key"), "keys K", "an array"),
     Argument(("v", "value"), "values V", "an array"),
+    Argument(("k",), "k_cache key_cache", "the cache, whole or in pages", unless="k_cache"),
+    Argument(("v",), "v_cache value_cache", "the cache, whole or in pages", unless="v_cache"),
     Argument(("causal", "is_causal"), "causal_mask", "True or False"),
-    Argument(("softmax_scale", "scale", "sm_scale"), "softmax_factor scaling qk_scale attn_scale",
+    Argument(("softmax_scale", "scale", "sm_scale"), "softmax_factor scaling qk_scale attn_scale scale_value",
              "default 1/sqrt(head_dim)"),
     Argument(("seqused_k", "key_value_seq_lengths", "kv_lens"), "cache_seqlens context_lens seqlens_k seq_lens "
-             f"kv_seqlens {_PADDING}", "(batch,) in int32, how many keys of each sequence are used"),
+             f"kv_seqlens actual_seq_lengths_kv actual_seq_lens_kv {_LENGTHS} {_PADDING}",
+             "(batch,) in int32, how many keys of each sequence are used"),
     Argument(("cu_seqlens_q cu_seqlens_k",), f"cu_seqlens cu_seq_lens {_PADDING}", "(batch + 1,) in int32, for packed "
              "rows"),
     Argument(("mask_mod",), f"{_MASKS} segment_ids document_ids", "a function of b, h, q_idx, k_idx, as of "
@@ -58,10 +62,13 @@ ARGUMENTS = (
     Argument(("return_lse", "return_residual", "return_aux"), "return_attn_probs return_softmax return_softmax_lse "
              "need_weights output_attentions", "for lse beside out; no call returns the weights"),
     Argument(("page_table", "page_indices"), "block_table block_tables", "(batch, max_pages) in int32"),
-    Argument(("seqused_q", "query_seq_lengths"), "q_seqlens seqlens_q", "(batch,) in int32"),
-    Argument(("cu_seqlens_k",), "cu_seqlens_kv cu_seq_k cu_seqlen_k cu_seq_lens_k kv_indptr cu_seqlens_k_new",
+    Argument(("seqused_q", "query_seq_lengths"), f"q_seqlens seqlens_q actual_seq_lens_q {_LENGTHS}",
+             "(batch,) in int32, how many queries of each sequence are used"),
+    Argument(("cu_seqlens_k",), "cu_seqlens_kv cu_seq_k cu_seqlen_k cu_seq_lens_k kv_indptr actual_seq_kvlen",
              "(batch + 1,) in int32"),
-    Argument(("cu_seqlens_q", "cu_q_lens"), "cu_seq_q cu_seqlen_q cu_seq_lens_q qo_indptr", "(batch + 1,) in int32"),
+    Argument(("cu_seqlens_k",), "cu_seqlens_k_new", "(batch + 1,) in int32, of the new keys", unless="mask_mod"),
+    Argument(("cu_seqlens_q", "cu_q_lens"), "cu_seq_q cu_seqlen_q cu_seq_lens_q qo_indptr actual_seq_qlen",
+             "(batch + 1,) in int32"),
     Argument(("max_seqlen_q max_seqlen_k",), "max_seqlen max_seq_len", "bounds on the lengths"),
     Argument(("max_seqlen_k",), "max_seqlen_kv max_k max_length_k max_seq_len_k", "a bound on the lengths"),
     Argument(("max_seqlen_q",), "max_q max_length_q max_seq_len_q", "a bound on the lengths"),
@@ -73,7 +80,8 @@ ARGUMENTS = (
     Argument(("cache_batch_idx",), "kv_batch_idx", "(batch,) in int32"),
     Argument(("rotary_cos",), "cos", "(positions, rotary_dim / 2)"),
     Argument(("rotary_sin",), "sin", "(positions, rotary_dim / 2)"),
-    Argument(("rotary_interleaved",), "interleaved is_neox", "True for pairs of neighbours"),
+    Argument(("rotary_interleaved",), "interleaved is_neox", "True for pairs of neighbours, the opposite "
+             "of is_neox"),
     Argument(("k_cache",), "key_cache", "(batch, capacity, heads, head_dim), or pages"),
     Argument(("v_cache",), "value_cache", "(batch, capacity, heads, head_dim), or pages"),
     Argument(("batch",), "B batch_size", "an integer"),
@@ -81,17 +89,22 @@ ARGUMENTS = (
     Argument(("seqlen_q",), "Q_LEN q_len", "an integer"),
     Argument(("seqlen_k",), "KV_LEN kv_len k_len", "an integer"),
     Argument(("like",), "device", "an array on that device"),
-    Argument(("out",), "output out_", "an array to write to"),
-    Argument(("outs",), "out_partial v_a v_b s_out prefix_output suffix_output output v", "the outs of all parts"),
-    Argument(("lses",), "lse_partial s_a s_b prefix_lse suffix_lse output_lse s", "the lses of all parts"),
+    Argument(("out",), "output out_ o", "an array to write to", unless="dout"),
+    Argument(("out",), "output out_ o", "the result of cuflash.forward", unless="algorithm"),
+    Argument(("outs",), "out_partial v_a v_b prefix_output suffix_output v", "the outs of all parts"),
+    Argument(("lses",), "lse_partial s_a s_b prefix_lse suffix_lse s", "the lses of all parts"),
 )  # fmt: skip
-# Keywords without a replacement in any function, and the reason.
+# Keywords without a replacement in the function that got them, and the reason.
 NEEDLESS = {
     **dict.fromkeys(("enable_gqa", "num_kv_heads", "n_rep"), "heads_q may be any multiple of heads_kv"),
     **dict.fromkeys(("layout", "tensor_layout", "qkv_layout", "input_layout", "kv_layout"),
                     "help() of the function has the axes; arrays of any strides do, so transpose as a view"),
     **dict.fromkeys(("kernel_options", "pack_gqa", "sm_margin", "scheduler_metadata", "backend", "implementation"),
                     "cuflash.plan shows which kernel runs"),
+    **dict.fromkeys(("B", "batch", "batch_size", "H", "heads", "num_heads", "n_heads", "nheads", "head_num", "Q_LEN",
+                     "q_len", "seqlen_q", "KV_LEN", "kv_len", "k_len", "seqlen_k"), "the shapes of the arrays have it"),
+    **dict.fromkeys(("output_lse", "s_out"), "lse is returned in a new array"),
+    "device": "results are on the device of the arrays",
     "BLOCK_SIZE": "tiles are 64 queries x 64 keys",
     "_compile": "functions are traced once, and become a part of a kernel",
 }  # fmt: skip
@@ -125,14 +138,17 @@ _functions: list[Callable[..., Any]] = []  # public functions of the imported pa
 def answers_foreign(function: Call) -> Call:
     """Decorates a public function: its error for an unknown keyword names the parameter that replaces it.
 
-    A function with `**foreign` calls `refuse_foreign` itself and is returned unchanged, as a wrapper would cost each
-    repeated call 0.3 µs. Its signature then lacks `**foreign`.
+    A function with `**foreign` calls `refuse_foreign` itself and gets no wrapper, which would cost each repeated call
+    0.3 µs. Its signature then lacks `**foreign`. Its required parameters get the default None, which validation
+    refuses: Python's error for a missing argument would come before the function's body, without the hint.
     """
     _functions.append(function)
     signature = inspect.signature(function)
     *parameters, last = signature.parameters.values()
     if last.kind is last.VAR_KEYWORD:
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        required = [x for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+        function.__defaults__ = *[None] * len(required), *(function.__defaults__ or ())
         return function
 
     @functools.wraps(function)
@@ -165,8 +181,14 @@ def _answer(function: Callable[..., Any], keyword: str) -> str:
         phrases = f"{keyword}=" if keyword in _names(other) else _phrases(keyword, _names(other))
         if phrases:
             return f"{_home(other)}.{other.__name__} has {phrases}"
-    similar = difflib.get_close_matches(keyword, names, 1)
-    return f"give {similar[0]}=" if similar else f"give some of {', '.join(names)}"
+    typed = _similar(keyword, names)
+    return f"give {typed}=" if typed else f"give some of {', '.join(names)}"
+
+
+def _similar(name: str, names: Iterable[str]) -> str | None:
+    """Returns the name of which another one is a misspelling, if any: "causal" for "casual"."""
+    # At difflib's default of 0.6, names of other meaning match: "softmax_scale" for "softmax_lse_return".
+    return next(iter(difflib.get_close_matches(name, names, 1, cutoff=0.8)), None)
 
 
 def _names(function: Callable[..., Any]) -> list[str]:
@@ -203,6 +225,7 @@ def renamed(error: Refusal, names: Mapping[str, str]) -> Refusal:
 
 def no_attribute(name: str, public: Iterable[str]) -> AttributeError:
     """Returns the error for a name that the package lacks. public: its names."""
-    answer = FUNCTIONS.get(name) or next(iter(difflib.get_close_matches(name, public, 1)), None)
-    hint = "" if answer is None else f"; use {answer}"
+    # Tools look for names such as __wrapped__: those and private ones are no misspellings.
+    answer = None if name.startswith("_") else FUNCTIONS.get(name) or _similar(name, public)
+    hint = "" if answer is None else f"; {answer}" if answer.startswith("import ") else f"; use {answer}"
     return AttributeError(f"module 'cuflash' has no attribute {name!r}{hint}", name=name)

@@ -76,12 +76,12 @@ class ModSpec:
         """Returns lists of numbers and strings: the nodes, each after its arguments, then the other fields."""
         roots = self.score, self.mask
         order = post_order([root for root in roots if root is not None])
-        places = {each: place for place, each in enumerate(order)}
+        indices = {each: index for index, each in enumerate(order)}
         nodes = [
-            [each.op, each.type.value, [places[x] for x in each.arguments], each.value, each.range, each.extent]
+            [each.op, each.type.value, [indices[x] for x in each.arguments], each.value, each.range, each.extent]
             for each in order
         ]
-        ends = [None if root is None else places[root] for root in roots]
+        ends = [None if root is None else indices[root] for root in roots]
         flags = self.has_sinks, self.drops, self.has_block_mask
         return [nodes, ends, self.arrays, flags, self.digest, self.mask_tile_axes]
 
@@ -92,8 +92,8 @@ class ModSpec:
         nodes: list[Node] = []
         for op, type, arguments, value, *ranges in rows:  # programs of older versions have one range
             limits = (None if range is None else tuple(range) for range in ranges)
-            nodes.append(node(op, Type(type), [nodes[place] for place in arguments], value, *limits))
-        score, mask = (None if place is None else nodes[place] for place in ends)
+            nodes.append(node(op, Type(type), [nodes[index] for index in arguments], value, *limits))
+        score, mask = (None if index is None else nodes[index] for index in ends)
         kinds = tuple(ArrayKind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
         return cls(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
 

@@ -76,23 +76,23 @@ class Problem(NamedTuple):
         varlen_specs = {
             x.name: spec for x, spec in zip(op.operands, specs, strict=True) if x.dtype == INTEGERS and spec
         }
-        places = varlen_layout(named, varlen_specs) if varlen_specs else None
-        lengths, q = _lengths(named, places), named["q"]
+        layout = varlen_layout(named, varlen_specs) if varlen_specs else None
+        lengths, q = _lengths(named, layout), named["q"]
         if op.name == "backward" and (out := specs[op.index["out"]]) is not None:
             # Backward also takes a float32 out of 16-bit inputs.
             wide = out.dtype == "float32" and DTYPES[q.dtype].itemsize == 2
             options = options._replace(out_dtype="float32" if wide else None)
         options = options.validated(OptionContext(lengths["head_dim"], q.dtype))
-        if places is None:
+        if layout is None:
             batch, seqlen_q, seqlen_k, *_ = lengths.values()
             axes = {**lengths, "batch_q": batch, "rows_q": seqlen_q, "batch_k": batch, "rows_k": seqlen_k}
             check_unbounded(options)
             varlen = None
         else:
             # Gradients of unused rows are 0 in output arguments, too.
-            varlen = SeqlenInfo.from_layout(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
+            varlen = SeqlenInfo.from_layout(layout, options, op.name == "backward" or specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
-            axes = {**places, **lengths}
+            axes = {**layout, **lengths}
         arguments = options.causal, options.window_size, options.diagonal_offset
         mask = Mask.from_options(lengths["seqlen_q"], lengths["seqlen_k"], *arguments)
         if band is not None:
@@ -164,14 +164,14 @@ def _unmasked(options: Options) -> Options:
     )
 
 
-def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> dict[str, Any]:
+def _lengths(named: dict[str, ArraySpec], layout: Mapping[str, int] | None) -> dict[str, Any]:
     """Validates the shapes of q, k and perhaps v; returns the lengths of a problem in the order of its fields."""
-    if places is None:
+    if layout is None:
         _check_ranks(named)
     q, k, *v = shapes = [spec.as_4d().shape for spec in named.values()]
     (batch, seqlen_q, heads_q, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q, k
     batch_v, seqlen_v, heads_v, head_dim_v = v[0] if v else (batch_k, seqlen_k, heads_kv, 0)
-    if places is None:
+    if layout is None:
         for name, shape in zip(named, shapes, strict=True):
             if shape[0] != batch:
                 raise ProblemError(f"{name} has batch {shape[0]}, but q has {batch}; give all the same batch")
@@ -195,8 +195,8 @@ def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> d
             f"q has {heads_q} heads and k has {heads_kv}; heads_q must be a multiple of heads_kv "
             "(query head h uses kv head h // (heads_q // heads_kv))"
         )
-    if places is not None:
-        batch, seqlen_q, seqlen_k = places["batch"], places["seqlen_q"], places["seqlen_k"]
+    if layout is not None:
+        batch, seqlen_q, seqlen_k = layout["batch"], layout["seqlen_q"], layout["seqlen_k"]
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
         raise ProblemError(f"seqlen {max(seqlen_q, seqlen_k)} is over the limit of {MAX_SEQLEN}")
     lengths = batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v

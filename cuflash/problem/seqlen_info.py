@@ -50,13 +50,13 @@ class SeqlenInfo(NamedTuple):
     zero_unused_rows: bool = True  # True if unused rows, and rows of no sequence, become 0 in results
 
     @classmethod
-    def from_layout(cls, places: Mapping[str, Any], options: Options, zero_unused_rows: bool) -> SeqlenInfo:
+    def from_layout(cls, layout: Mapping[str, Any], options: Options, zero_unused_rows: bool) -> SeqlenInfo:
         """Returns the info from a layout of `varlen_layout` and validated options."""
         left, right = options.window_size
         right = 0 if options.causal else right
         offset = None if left is right is None else options.diagonal_offset
         names = "batch_q", "rows_q", "batch_k", "rows_k", "is_packed_q", "is_packed_k"
-        axes = {name: places[name] for name in names}
+        axes = {name: layout[name] for name in names}
         return cls(**axes, left=left, right=right, offset=offset, zero_unused_rows=zero_unused_rows)
 
     def num_slots(self, side: str, batch: int, size: int) -> int:

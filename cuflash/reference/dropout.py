@@ -48,9 +48,9 @@ def is_kept(seed: int, dropout_p: float, b: Any, h: Any, q_idx: Any, k_idx: Any)
     return bits < share_kept(dropout_p)
 
 
-def scales_at(places: Mapping[str, Any], seed: int, dropout_p: float, dtype: Any) -> Any:
+def scales_at(indices: Mapping[str, Any], seed: int, dropout_p: float, dtype: Any) -> Any:
     """Returns the factors of weights at these indices: 0 if dropped, else 1 / (kept fraction)."""
-    keep = is_kept(seed, dropout_p, *(places[name] for name in ("b", "h", "q_idx", "k_idx")))
+    keep = is_kept(seed, dropout_p, *(indices[name] for name in ("b", "h", "q_idx", "k_idx")))
     return np.where(keep, SHARES / share_kept(dropout_p), 0).astype(dtype)
 
 

@@ -32,7 +32,7 @@ from .evaluate import evaluate, place_of
 
 Array = NDArray[Any]
 # The indices b, h, q_idx and k_idx of a tile's scores, which are broadcast together, and lengths seqlen_q, seqlen_k.
-Places = Mapping[str, Any]
+Indices = Mapping[str, Any]
 
 
 class ModTile(NamedTuple):
@@ -42,13 +42,13 @@ class ModTile(NamedTuple):
     """
 
     mod_scores: ModScores
-    places: Places
+    indices: Indices
     raw: Array
     scales: Array | None
 
     def values(self, roots: Sequence[Node]) -> list[Any]:
         """Returns the values of nodes at all indices of the tile."""
-        return self.mod_scores.values(roots, self.places, self.raw)
+        return self.mod_scores.values(roots, self.indices, self.raw)
 
     def dropped(self, weights: Array) -> Array:
         """Returns weights, or their gradients, (rows, keys), after dropout."""
@@ -100,11 +100,11 @@ class ModScores:
         """The derivatives of score_mod by the raw score, and by each load."""
         return {} if self.score is None else _derivatives(self.score)
 
-    def values(self, roots: Sequence[Node], places: Places, score: Array) -> list[Any]:
+    def values(self, roots: Sequence[Node], indices: Indices, score: Array) -> list[Any]:
         """Returns the values of nodes at the indices of a tile with scores (queries, group, keys)."""
-        return evaluate(roots, {**places, "score": score}, self.arrays, score.dtype.type)
+        return evaluate(roots, {**indices, "score": score}, self.arrays, score.dtype.type)
 
-    def places(self, problem: Problem, batch_idx: int, heads: slice, queries: slice, keys: slice) -> Places:
+    def indices(self, problem: Problem, batch_idx: int, heads: slice, queries: slice, keys: slice) -> Indices:
         """Returns the indices of scores (queries, heads, keys) of a problem."""
         return {
             "b": self.first_batch + batch_idx,
@@ -125,18 +125,18 @@ class ModScores:
         rows, columns = (slice(begin // MASK_TILE, -(-end // MASK_TILE)) for begin, end in ranges)
         return not (of_heads[:, rows, columns] != EMPTY).any()
 
-    def change(self, places: Places, s: Array) -> ModTile:
+    def change(self, indices: Indices, s: Array) -> ModTile:
         """Applies mods to the scaled and capped scores of a tile, (queries, group, keys), in place."""
         raw = s.copy()
         if self.score is not None:
-            s[...] = self.values([self.score], places, raw)[0]
+            s[...] = self.values([self.score], indices, raw)[0]
         if self.mask is not None:
-            visible = self.values([self.mask], places, raw)[0]
+            visible = self.values([self.mask], indices, raw)[0]
             np.copyto(s, -np.inf, where=~np.broadcast_to(visible, s.shape))
         np.copyto(s, -np.inf, where=s <= LEAST_SCORE)
         drops = self.dropout_p > 0
-        scales = dropout.scales_at(places, self.dropout_seed, self.dropout_p, s.dtype) if drops else None
-        return ModTile(self, places, raw, scales)
+        scales = dropout.scales_at(indices, self.dropout_seed, self.dropout_p, s.dtype) if drops else None
+        return ModTile(self, indices, raw, scales)
 
     def with_sinks(self, heads: slice, o: Array, lse: Array) -> tuple[Array, Array]:
         """Returns the state of rows, o (rows, head_dim_v) and lse (rows,), with sinks. Rows are (query, head)."""

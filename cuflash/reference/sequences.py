@@ -120,16 +120,17 @@ def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
     rows_q = problem.shape(problem.op.operands[0])[1]
     queries = _used("q", rows_of("q", problem.batch, rows_q, named), problem.seqlen_q, named)
     keys = _keys(problem, named)
-    sees = _sees(problem, queries, keys)
-    blind = np.flatnonzero((queries.counts > 0) & ~sees)
-    if len(blind):
-        counts = queries.counts[blind]
+    has_keys = _any_visible(problem, queries, keys)
+    rows_without_keys = np.flatnonzero((queries.counts > 0) & ~has_keys)
+    if len(rows_without_keys):
+        counts = queries.counts[rows_without_keys]
         first, begins, before = (
-            np.repeat(x, counts) for x in (queries.first[blind], queries.begins[blind], np.cumsum(counts) - counts)
+            np.repeat(x, counts)
+            for x in (queries.first[rows_without_keys], queries.begins[rows_without_keys], np.cumsum(counts) - counts)
         )
         none = np.zeros(0, np.int64)
-        yield int(blind[0]), One(first, begins + np.arange(len(begins)) - before, (none, none))
-    for b in np.flatnonzero(sees).tolist():
+        yield int(rows_without_keys[0]), One(first, begins + np.arange(len(begins)) - before, (none, none))
+    for b in np.flatnonzero(has_keys).tolist():
         begin = int(queries.begins[b])
         rows = slice(begin, begin + int(queries.counts[b]))
         yield b, One(int(queries.first[b]), rows, _keys_of(b, problem, keys))
@@ -169,7 +170,7 @@ def _keys(problem: Problem, named: Named) -> Rows:
     return _used("k", rows, problem.seqlen_k, named)
 
 
-def _sees(problem: Problem, queries: Rows, keys: Rows) -> Array:
+def _any_visible(problem: Problem, queries: Rows, keys: Rows) -> Array:
     """Returns True for each sequence with a query that may see a key that the mask shows and that is not missing."""
     assert problem.seqlen_info is not None
     # One mask for each distinct pair of lengths, as there may be a million sequences.

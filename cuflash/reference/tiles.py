@@ -142,8 +142,8 @@ def visible_not_finite(x: Array, masked: Array) -> Array:
     out = np.zeros((*masked.shape[:-1], x.shape[-1]), x.dtype)
     for value, is_it in ((np.nan, np.isnan), (np.inf, np.isposinf), (-np.inf, np.isneginf)):
         if (mask := is_it(x)).any():
-            sees = (~masked).astype(x.dtype) @ mask.astype(x.dtype) > 0
-            np.add(out, value, out=out, where=sees)
+            any_visible = (~masked).astype(x.dtype) @ mask.astype(x.dtype) > 0
+            np.add(out, value, out=out, where=any_visible)
     return out
 
 
@@ -200,7 +200,7 @@ def key_tiles(
             s *= problem.options.softcap
         mod_tile = None
         if mod_scores is not None:
-            mod_tile = mod_scores.change(mod_scores.places(problem, *index), block.unfold(s))
+            mod_tile = mod_scores.change(mod_scores.indices(problem, *index), block.unfold(s))
         if begin < full_begin or full_end < end:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])

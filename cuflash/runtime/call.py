@@ -213,7 +213,7 @@ def run(
     operands = (*arrays, *outs) if outs else arrays
     library, on_gpu = libraries_of(op, operands)
     if not on_gpu:
-        return cpu.run(op, library, operands, options.options)[:outputs]
+        return library.on_host(cpu.run, op, library, operands, options.options)[:outputs]
     if not isinstance(library, GpuLibrary):
         return _run_through_cupy(op, library, arrays, options, outputs, outs)
     # By thread, as a cached call is written to. threading.local does not serve: threads of XLA and autograd lose its

@@ -16,18 +16,18 @@ from .device_memory import zero
 _NUMBERS = struct.Struct("=2q3if8x")
 
 
-class ModPlaces(NamedTuple):
+class ModWordOffsets(NamedTuple):
     """Word offsets of operand pointers (by index) and workspace pointers (by name)."""
 
     plain: list[tuple[int, int]]
     workspace: list[tuple[str, int]]
 
 
-def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlaces:
+def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModWordOffsets:
     """Writes all but pointers, from a word of 8 bytes on, and returns the words of the pointers."""
     mod_spec, index, word = problem.op.mod_spec, problem.op.index, first_word
     assert mod_spec is not None
-    places = ModPlaces([], [])
+    offsets = ModWordOffsets([], [])
     words, ints = memoryview(packed).cast("q"), memoryview(packed).cast("i")
     for each in mod_spec.arrays:
         spec = problem.specs[index[each.name]]
@@ -35,7 +35,7 @@ def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlace
         if 0 in spec.shape:  # a load from it gives zero, but needs a valid address
             words[word] = zero(problem.ordinal or 0)
         else:
-            places.plain.append((index[each.name], word))
+            offsets.plain.append((index[each.name], word))
             for axis, stride in enumerate(spec.strides, word + 1):
                 words[axis] = stride
         begin = 2 * (word + 1 + max(each.rank, 1))
@@ -44,16 +44,16 @@ def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlace
         word += words_of(each.rank)
     sinks = problem.specs[index["sinks"]] if mod_spec.has_sinks else None
     if sinks is not None:
-        places.plain.append((index["sinks"], word))
+        offsets.plain.append((index["sinks"], word))
     if mod_spec.has_block_mask:
-        places.plain.append((index["mask_tiles"], word + 1))
+        offsets.plain.append((index["mask_tiles"], word + 1))
     else:
         # Mask tiles that the call computes: of all batches and heads, or of those on which the mask depends.
-        places.workspace.append(("mask_tiles", word + 1))
+        offsets.workspace.append(("mask_tiles", word + 1))
     of_batch, of_head, columns = mask_tile_strides(problem)
     if mod_spec.drops:
-        places.plain.append((index["dropout_seed"], word + 2))
+        offsets.plain.append((index["dropout_seed"], word + 2))
     share = share_kept(problem.options.dropout_p)
     wide = int(sinks is not None and sinks.dtype == "float32")
     _NUMBERS.pack_into(packed, 8 * (word + 3), of_batch, of_head, columns, wide, share, 65536 / max(share, 1))
-    return places
+    return offsets

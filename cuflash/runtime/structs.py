@@ -222,7 +222,7 @@ def size_of(name: str, mod_words: int = 0) -> int:
     return -(-whole // step) * step
 
 
-class Places(NamedTuple):
+class WordOffsets(NamedTuple):
     """Word offsets (8 bytes) in a struct that depend on pointers, with the index of the op's operand for each."""
 
     plain: list[tuple[int, int]]  # index of the operand, word
@@ -232,23 +232,23 @@ class Places(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _places(name: str, op: Op, aliases: tuple[tuple[str, str], ...] = ()) -> Places:
-    places, names = Places([], [], [], []), dict(aliases)
+def _word_offsets(name: str, op: Op, aliases: tuple[tuple[str, str], ...] = ()) -> WordOffsets:
+    word_offsets, names = WordOffsets([], [], [], []), dict(aliases)
     for field, kind, offset in _members(STRUCTS[name]):
         word, operand = offset // 8, names.get(field, field.removesuffix("_map"))
         number = op.index.get(operand)
         if field in ("outs", "lses"):
             numbers = (op.index.get(f"{field}[{i}]") for i in range(MAX_STATES))
-            places.plain.extend((n, word + i) for i, n in enumerate(numbers) if n is not None)
+            word_offsets.plain.extend((n, word + i) for i, n in enumerate(numbers) if n is not None)
         elif number is None and kind is c_void_p:
-            places.workspace.append((operand, word))
+            word_offsets.workspace.append((operand, word))
         elif number is not None and kind is c_void_p:
-            places.plain.append((number, word))
+            word_offsets.plain.append((number, word))
         elif number is not None and kind is Operand:
-            places.operands.append((number, word))
+            word_offsets.operands.append((number, word))
         elif number is not None and kind is Map:
-            places.maps.append((number, slice(offset, offset + MAP_BYTES), operand))
-    return places
+            word_offsets.maps.append((number, slice(offset, offset + MAP_BYTES), operand))
+    return word_offsets
 
 
 def _members(struct: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any, int]]:
@@ -264,14 +264,14 @@ def _members(struct: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any
 def _numbers(name: str) -> dict[str, tuple[bool, int]]:
     """Returns (True for 64 bits, False for 32; offset in words of that width) by name of a number; arrays as `x[i]`."""
     sizes: dict[Any, int] = {c_int32: 4, c_int64: 8}
-    places = {}
+    words = {}
     for field, kind in _STRUCTS[name]:
         begin = getattr(STRUCTS[name], field).offset
         if (size := sizes.get(kind)) is not None:
-            places[field] = size == 8, begin // size
+            words[field] = size == 8, begin // size
         elif (size := sizes.get(getattr(kind, "_type_", None))) is not None:  # an array of numbers
-            places |= {f"{field}[{i}]": (size == 8, begin // size + i) for i in range(kind._length_)}
-    return places
+            words |= {f"{field}[{i}]": (size == 8, begin // size + i) for i in range(kind._length_)}
+    return words
 
 
 class ParamBuffer:
@@ -322,7 +322,7 @@ class ParamTemplate:
             (words if wide else ints)[position] = value
         if _PROBLEM[0] in _STRUCTS[name]:
             _write_problem(problem, packed, STRUCTS[name].problem.offset)
-        self._plain, operands, maps, parts = _places(name, problem.op, tuple(launch.aliases.items()))
+        self._plain, operands, maps, parts = _word_offsets(name, problem.op, tuple(launch.aliases.items()))
         if mod_code is not None:
             more = mod_params(problem, packed, size_of(name) // 8)
             self._plain, parts = self._plain + more.plain, parts + more.workspace
@@ -335,12 +335,12 @@ class ParamTemplate:
         # Index, word, and the address bits that must be 0 for 16-byte accesses; -1 where no row is aligned.
         self._operands = tuple([(n, word, 15 if specs[n].has_aligned_rows else -1) for n, word in operands])
         self._move: Any = mover() if maps else None
-        places = []  # index, byte offset in the struct, bytes from the operand's first row to the map's
+        map_offsets = []  # index, byte offset in the struct, bytes from the operand's first row to the map's
         for number, span, operand in maps:
             spec, box = specs[number], tma_boxes[operand]
             packed[span] = encoded(spec, box)
-            places.append((number, span.start, first_byte(spec, box)))
-        self._maps = tuple(places)
+            map_offsets.append((number, span.start, first_byte(spec, box)))
+        self._maps = tuple(map_offsets)
 
     def pack(self, pointers: tuple[int, ...]) -> ParamBuffer:
         """Returns the struct with the pointers of the op's operands (0 for an absent one) and of the workspace."""
@@ -357,9 +357,9 @@ class ParamTemplate:
         for number, word, alignment_mask in self._operands:
             words[word] = pointer = pointers[number]
             buffer.ints[2 * word + 8] = not pointer & alignment_mask
-        for number, place, begin in self._maps:
+        for number, offset, begin in self._maps:
             pointer = pointers[number]
-            if pointer and (result := self._move(buffer.address + place, pointer + begin)):
+            if pointer and (result := self._move(buffer.address + offset, pointer + begin)):
                 raise refusal(result, f"the address {pointer:#x} in a TMA descriptor")
         return buffer
 

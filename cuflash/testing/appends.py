@@ -145,7 +145,7 @@ def check(call: Arguments, xp: Any, **layouts: Callable[[Any], Any]) -> None:
     result = cuflash.append_kv(**arguments)
     demand((result is None) == ("q" not in call), "append_kv returns rows of q if, and only if, it is given some")
     got = arguments["k_cache"], arguments["v_cache"], *([] if result is None else [result])
-    demand(identical(map(dense, got), results), "caches or rows of q are not those wanted, bit for bit")
+    demand(identical(map(dense, got), results), "caches or rows of q differ from the expected ones, bit for bit")
     read = before.keys() - {"k_cache", "v_cache"}
     same = identical([dense(arguments[name]) for name in read], [dense(before[name]) for name in read])
     demand(same, "append_kv changed an array that it reads")

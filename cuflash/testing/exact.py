@@ -39,12 +39,14 @@ class Chosen:
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if a bit is wrong."""
         case, random = self.case, np.random.default_rng(self.seed)
-        key, sees = self._keys(random)
+        key, any_visible = self._keys(random)
         q, k, v, dout = self._arrays(random, key)
         batch, kv = np.arange(case.batch)[:, None, None], np.arange(case.heads_q) // (case.heads_q // case.heads_kv)
-        expected = np.where(sees[..., None], v[batch, key, kv], 0) if case.seqlen_k else np.zeros(case.out_shape())
+        expected = (
+            np.where(any_visible[..., None], v[batch, key, kv], 0) if case.seqlen_k else np.zeros(case.out_shape())
+        )
         dv = np.zeros(v.shape)
-        rows = np.nonzero(sees)
+        rows = np.nonzero(any_visible)
         np.add.at(dv, (rows[0], key[rows], kv[rows[2]]), dout[rows])
         dtype = numpy_dtype(case.dtype)
         there = [xp.asarray(x.astype(dtype)) for x in (q, k, v)]
@@ -54,7 +56,7 @@ class Chosen:
             assert_units("out", host(out), expected, ulps=8, unit=8.0)
         else:
             _equal("out", out, expected)
-        assert_units("lse", host(lse), np.where(sees, SCALE * BITS, -np.inf).swapaxes(1, 2), ulps=4)
+        assert_units("lse", host(lse), np.where(any_visible, SCALE * BITS, -np.inf).swapaxes(1, 2), ulps=4)
         upstream = xp.asarray(dout.astype(dtype))
         grads = cuflash.backward(upstream, there[0], there[1], there[2], out, lse, **case.arguments())
         if not is_wide:

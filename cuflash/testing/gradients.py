@@ -119,5 +119,5 @@ def check(problem: Problem | Case, inputs: BackwardArgs, got: tuple[Any, ...], *
         ("dq", "dk", "dv"), got, (q, k, v), exact, naive, units, strict=True
     ):
         if x is not None:
-            demand(host(x).dtype == like.dtype, f"{name} is {host(x).dtype}, wanted {like.dtype}")
+            demand(host(x).dtype == like.dtype, f"{name} is {host(x).dtype}, expected {like.dtype}")
             oracle.assert_close(name, host(x), expected, near, ulps=ulps or ULPS[problem.dtype], unit=unit)

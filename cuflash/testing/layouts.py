@@ -20,17 +20,17 @@ def identical(got: Any, expected: Any) -> bool:
 
 
 def laid_out(
-    x: Any, places: Any = range(4), steps: Any = (1,) * 4, before: Any = (0,) * 4, after: Any = None,
+    x: Any, axis_order: Any = range(4), steps: Any = (1,) * 4, before: Any = (0,) * 4, after: Any = None,
     fill: float = np.nan,
 ) -> Any:  # fmt: skip
     """Returns x, of NumPy or CuPy, in another memory layout with `fill` around x and between its elements.
 
-    places, steps: for each axis its order in memory, and its step. before, after: for each axis the number of extra
+    axis_order, steps: for each axis its order in memory, and its step. before, after: for each axis the number of extra
     elements before and after x; `after` defaults to `before`. If x has fewer axes, the last entries count.
     """
     sides = before[-x.ndim :], (after or before)[-x.ndim :]
     axes = list(zip(x.shape, steps[-x.ndim :], *sides, strict=True))
-    order = np.argsort(places[-x.ndim :])
+    order = np.argsort(axis_order[-x.ndim :])
     lengths = [begin + n * abs(step) + end for n, step, begin, end in axes]
     # np.full_like creates an array in the library of x.
     memory = np.full_like(x, fill, order="C", shape=tuple(lengths[axis] for axis in order))
@@ -41,8 +41,8 @@ def laid_out(
     return view
 
 
-heads_first = partial(laid_out, places=(0, 2, 1, 3))
-fortran = partial(laid_out, places=(3, 2, 1, 0))
+heads_first = partial(laid_out, axis_order=(0, 2, 1, 3))
+fortran = partial(laid_out, axis_order=(3, 2, 1, 0))
 reversed_keys = partial(laid_out, steps=(1, -1, 1, 1))
 reversed_dim = partial(laid_out, steps=(1, 1, 1, -1))
 every_second = partial(laid_out, steps=(1, 1, 1, 2))

@@ -103,7 +103,7 @@ class OneSequence:
         self.q = q.swapaxes(0, 1)
         self.k, self.v = (np.repeat(x.swapaxes(0, 1), self.group, axis=0) for x in (k, v))
         heads, m, n = self.problem.heads_q, len(q), len(k)
-        self.places: dict[str, Any] = {
+        self.indices: dict[str, Any] = {
             "b": number, "h": np.arange(heads)[:, None, None], "q_idx": np.arange(m)[:, None], "k_idx": np.arange(n),
             "seqlen_q": m, "seqlen_k": n,
         }  # fmt: skip
@@ -117,7 +117,7 @@ class OneSequence:
         arrays = [np.asarray(host(each.array)) for each in graph.arrays]
         if self.rounded is not None:
             roots = [_with_short_tanh(root) for root in roots]
-        evaluated = evaluate(roots, {**self.places, "score": self.raw}, arrays, self.work)
+        evaluated = evaluate(roots, {**self.indices, "score": self.raw}, arrays, self.work)
         return [np.broadcast_to(x, self.raw.shape) for x in evaluated]
 
     def _scores(self, there: Array) -> None:
@@ -135,15 +135,15 @@ class OneSequence:
             self.lse, self.of_keys = (np.logaddexp(each, x) for each in (self.lse, self.of_keys))
         self.p = np.where(np.isneginf(s), 0, np.exp(s - self.of_keys[..., None]))
         # Keys that no row sees are set to 0, as 0 * NaN is NaN.
-        sees: Array = ~np.isneginf(s)
-        of_group = sees.reshape(self.problem.heads_kv, self.group, *sees.shape[1:]).any(axis=(1, 2))
+        visible: Array = ~np.isneginf(s)
+        of_group = visible.reshape(self.problem.heads_kv, self.group, *visible.shape[1:]).any(axis=(1, 2))
         values = np.repeat(of_group, self.group, axis=0)[..., None]
         self.k, self.v = np.where(values, self.k, 0), np.where(values, self.v, 0)
-        self.q = np.where(sees.any(axis=2, keepdims=True), self.q, 0)
+        self.q = np.where(visible.any(axis=2, keepdims=True), self.q, 0)
         self.scales: Any = self.work(1)
         if self.oracle_mods.dropout_p:
             seed, dropout_p = self.oracle_mods.dropout_seed, self.oracle_mods.dropout_p
-            keep = dropout.is_kept(seed, dropout_p, *(self.places[name] for name in ("b", "h", "q_idx", "k_idx")))
+            keep = dropout.is_kept(seed, dropout_p, *(self.indices[name] for name in ("b", "h", "q_idx", "k_idx")))
             self.scales = np.where(keep, SHARES / share_kept(dropout_p), 0).astype(self.work)
         self.out = self.round(self.p * self.scales) @ self.v
 
@@ -156,7 +156,7 @@ class OneSequence:
         return s
 
     def _final(self, s: Array, there: Array) -> Array:
-        oracle_mods, i, j = self.oracle_mods, self.places["q_idx"], self.places["k_idx"]
+        oracle_mods, i, j = self.oracle_mods, self.indices["q_idx"], self.indices["k_idx"]
         visible = there & (i + self.problem.mask.lo <= j) & (j <= i + self.problem.mask.hi)
         if oracle_mods.score_mod is not None:
             (s,) = self.values(oracle_mods.score_mod, [oracle_mods.score_mod.root])
@@ -172,9 +172,9 @@ class OneSequence:
 
     def _of_bias(self, bias: Array) -> tuple[Any, ...]:
         names = ("b", "h", "q_idx", "k_idx")
-        return tuple(self.places[name] * (n > 1) for name, n in zip(names, bias.shape, strict=True))
+        return tuple(self.indices[name] * (n > 1) for name, n in zip(names, bias.shape, strict=True))
 
-    def pulled(self, dout: Array, dlse: Array | None) -> dict[str, Any]:
+    def gradients(self, dout: Array, dlse: Array | None) -> dict[str, Any]:
         """Returns gradients of q, k and v (rows, heads, dim), and of sinks; sets ds.
 
         dout is (rows, heads, dim_v), dlse (heads, rows).
@@ -301,9 +301,9 @@ def check_gradients(
         few |= min(len(rows[0]), len(keys[0])) < FEW
         for (work, rounded), whole, totals in zip(_precisions(inputs.case.problem()), wholes, sums, strict=True):
             one = OneSequence(inputs, oracle_mods, number, work, rounded)
-            got = one.pulled(dout[rows], of_lse)
-            for result, name, places in zip(whole, ("dq", "dk", "dv"), (rows, keys, keys), strict=True):
-                result[places] += got[name]
+            got = one.gradients(dout[rows], of_lse)
+            for result, name, section in zip(whole, ("dq", "dk", "dv"), (rows, keys, keys), strict=True):
+                result[section] += got[name]
             is_exact = rounded is None and work == "float64"
             magnitudes = sizes if is_exact else [np.zeros(x.shape) for x in sizes]
             one.add(oracle_mods.captured_grads, totals, got.get("sinks"), magnitudes)

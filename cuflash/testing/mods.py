@@ -69,7 +69,7 @@ def check_backward(
     of_arrays = rest[0] if rest else ()
     for got, like in zip((dq, dk, dv, *of_arrays), (*there, *captured_grads), strict=False):
         kind, expected_kind = (tuple(got.shape), got.dtype), (tuple(like.shape), like.dtype)
-        demand(kind == expected_kind, f"a gradient is {kind}, wanted {expected_kind}")
+        demand(kind == expected_kind, f"a gradient is {kind}, expected {expected_kind}")
     if checked:
         check_gradients(
             OracleInputs.dense(case, arrays), make_oracle_mods(make, case), dout, of_lse, (dq, dk, dv), of_arrays

@@ -78,13 +78,13 @@ def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float
     A result may err by it even if the naive one happens to be exact.
     """
     got = np.asarray(got)
-    demand(got.shape == exact.shape, f"{name}: shape {got.shape}, wanted {exact.shape}")
+    demand(got.shape == exact.shape, f"{name}: shape {got.shape}, expected {exact.shape}")
     wide, reference = got.astype(np.float64), naive.astype(np.float64)
     for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         differ = np.argwhere(test(wide) != test(exact))
         if len(differ):
             raise MismatchError(
-                f"{name}: {kind} in {int(test(wide).sum())} places, wanted in {int(test(exact).sum())}; "
+                f"{name}: {kind} in {int(test(wide).sum())} places, expected in {int(test(exact).sum())}; "
                 f"{len(differ)} differ, the first at {tuple(int(i) for i in differ[0])}"
             )
     finite = np.isfinite(exact)
@@ -171,15 +171,15 @@ def _visible(problem: Problem, there: Array | None = None) -> tuple[Array, Array
     Keys that no row sees are left out, not weighted by 0, as 0 * NaN is NaN.
     """
     i, j = np.arange(problem.seqlen_q)[:, None], np.arange(problem.seqlen_k)[None, :]
-    sees = (i + problem.mask.lo <= j) & (j <= i + problem.mask.hi)
+    visible = (i + problem.mask.lo <= j) & (j <= i + problem.mask.hi)
     if there is not None:
-        sees &= there
-    rows, keys = np.flatnonzero(sees.any(axis=1)), np.flatnonzero(sees.any(axis=0))
-    return sees[np.ix_(rows, keys)], rows, keys
+        visible &= there
+    rows, keys = np.flatnonzero(visible.any(axis=1)), np.flatnonzero(visible.any(axis=0))
+    return visible[np.ix_(rows, keys)], rows, keys
 
 
 def _softmax(
-    problem: Problem, sees: Array, q: Array, k: Array, rounded: np.dtype[Any] | None, *, again: bool = False
+    problem: Problem, visible: Array, q: Array, k: Array, rounded: np.dtype[Any] | None, *, again: bool = False
 ) -> tuple[Array, Array, Array]:
     """Returns `(p, lse, slope)` of one head: p (rows, keys), lse (rows,), slope = d(capped score) / d(raw score).
 
@@ -190,24 +190,24 @@ def _softmax(
     if problem.options.softcap:
         tanh = np.tanh(s / q.dtype.type(problem.options.softcap))
         s, slope = q.dtype.type(problem.options.softcap) * tanh, 1 - tanh * tanh
-    lse = _sum_exp(s, sees)[2]
+    lse = _sum_exp(s, visible)[2]
     s = _round(s, rounded)
-    e, total, lse_of_rounded = _sum_exp(s, sees)
+    e, total, lse_of_rounded = _sum_exp(s, visible)
     if again and s.dtype == np.float32 and rounded is None:
         # Random errors, as scores of backward kernels differ from the scores behind lse, while NumPy's would be equal.
         norms = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(k, axis=1) * problem.softmax_scale
         walks = np.random.default_rng(0).standard_normal(s.shape) * norms / q.shape[1] ** 0.5
         s = s + (ULPS["float32"] * eps(s.dtype) * walks).astype("f4") * slope
-    p = np.where(sees, np.exp(s - lse_of_rounded[:, None]), 0) if again else e / total[:, None]
+    p = np.where(visible, np.exp(s - lse_of_rounded[:, None]), 0) if again else e / total[:, None]
     return p, lse, slope
 
 
-def _sum_exp(s: Array, sees: Array) -> tuple[Array, Array, Array]:
+def _sum_exp(s: Array, visible: Array) -> tuple[Array, Array, Array]:
     """Returns `(exp(s - m), its row sums, lse)`; hidden keys are exactly 0, and every row sees at least one key."""
-    s = np.where(sees, s, -np.inf)
+    s = np.where(visible, s, -np.inf)
     m = s.max(axis=1, initial=-np.inf)
     with np.errstate(invalid="ignore"):  # a visible score of NaN or +inf becomes NaN
-        e = np.where(sees, np.exp(s - m[:, None]), 0)
+        e = np.where(visible, np.exp(s - m[:, None]), 0)
         total = e.sum(axis=1)
         return e, total, m + np.log(total)
 
@@ -223,12 +223,12 @@ def _forward(
 ) -> tuple[Array, Array]:
     b, sq, hq = problem.batch, problem.seqlen_q, problem.heads_q
     out, lse = np.zeros((b, sq, hq, problem.head_dim_v), work), np.full((b, hq, sq), -np.inf, work)
-    sees, rows, keys = _visible(problem, there)
+    visible, rows, keys = _visible(problem, there)
     if not len(rows):
         return out, lse
     for n, h in np.ndindex(b, hq):
         qh, kh, vh = _head(problem, n, h, rows, keys, work, q, k, v)
-        p, lse[n, h, rows], _ = _softmax(problem, sees, qh, kh, rounded)
+        p, lse[n, h, rows], _ = _softmax(problem, visible, qh, kh, rounded)
         out[n, rows, h] = _round(p, rounded) @ vh
     return out, lse
 
@@ -244,20 +244,20 @@ def _backward(
     rounded: np.dtype[Any] | None,
 ) -> tuple[Array, Array, Array]:
     dq, dk, dv = (np.zeros(x.shape, work) for x in (q, k, v))
-    sees, rows, keys = _visible(problem)
+    visible, rows, keys = _visible(problem)
     if not len(rows):
         return dq, dk, dv
     group = problem.heads_q // problem.heads_kv
     for n, h in np.ndindex(problem.batch, problem.heads_q):
         qh, kh, vh = _head(problem, n, h, rows, keys, work, q, k, v)
         doh = dout[n, rows, h].astype(work)
-        p, _, slope = _softmax(problem, sees, qh, kh, rounded, again=True)
+        p, _, slope = _softmax(problem, visible, qh, kh, rounded, again=True)
         p = _round(p, rounded)
         dp = _round(doh @ vh.T, rounded)
         delta = (doh * _round(p @ vh, rounded)).sum(axis=1)
         if dlse is not None:
             delta = delta - dlse[n, h, rows].astype(work)
-        ds = _round(np.where(sees, p * (dp - delta[:, None]) * slope, 0), rounded) * work.type(problem.softmax_scale)
+        ds = _round(np.where(visible, p * (dp - delta[:, None]) * slope, 0), rounded) * work.type(problem.softmax_scale)
         dq[n, rows, h] = ds @ kh
         dk[n, keys, h // group] += ds.T @ qh
         dv[n, keys, h // group] += p.T @ doh

@@ -246,7 +246,7 @@ def _all(**how: Any) -> Any:
 # Arrays are surrounded by NaN. Kernels read all layouts directly, except the last, which is copied.
 LAYOUTS = {
     "dense": lambda *arrays: arrays,
-    "heads_first": _all(places=(0, 2, 1, 3), before=(1, 0, 1, 8)),
+    "heads_first": _all(axis_order=(0, 2, 1, 3), before=(1, 0, 1, 8)),
     "halves": _halves,
     "every_second": _all(steps=(2, 2, 2, 1), before=(1, 1, 1, 1)),
     "reversed": _all(steps=(-1, -1, -1, 1), before=(1, 1, 1, 8)),
@@ -284,7 +284,7 @@ def check(inputs: VarlenArrays, out: Any, *lses: Any) -> None:
     for name, got in (("out", out), *(("lse", lse) for lse in lses)):
         if got is not None:
             shape = (expected[name][0][0] if "cu_seqlens_q" in inputs.varlen_kwargs else expected[name][0]).shape
-            demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, wanted {shape}")
+            demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, expected {shape}")
             full = host(got).reshape(expected[name][0].shape)
             oracle.assert_close(name, full, *expected[name], ulps=max(4, ULPS[problem.dtype]), unit=units[name])
     if out is not None:
@@ -295,7 +295,7 @@ def check_unused(inputs: VarlenArrays, side: str, got: Any) -> None:
     """Checks that rows of no sequence are 0 in out, or in a gradient of this side."""
     unused = inputs.unused(side)
     rows = host(got).reshape(*unused.shape, *got.shape[-2:])[unused]
-    demand(not rows.any(), f"rows like those of {side} that no sequence uses are not 0")
+    demand(not rows.any(), f"rows laid out as {side} that no sequence uses are not 0")
 
 
 def upstream(inputs: VarlenArrays, seed: int = 7) -> tuple[Array, Array]:
@@ -346,7 +346,7 @@ def check_gradients(inputs: VarlenArrays, got: Sequence[Any], *, dlse: bool = Tr
     for side, x, like, expected, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
         kind = host(x).shape, host(x).dtype
         expected_kind = (like[0] if f"cu_seqlens_{side}" in inputs.varlen_kwargs else like).shape, like.dtype
-        demand(kind == expected_kind, f"a gradient is {kind}, wanted {expected_kind}")
+        demand(kind == expected_kind, f"a gradient is {kind}, expected {expected_kind}")
         full = host(x).reshape(like.shape)
         oracle.assert_close("gradient", full, expected, naive, ulps=ulps * ULPS[problem.dtype], unit=unit)
         check_unused(inputs, side, x)

@@ -55,16 +55,17 @@ __device__ __forceinline__ T absolute(T x) {
   return max(x, wrapping_subtract(T(0), x));
 }
 
-// Division towards zero and its remainder, as in C. Integer division by zero gives zero in both.
+// Division towards zero and its remainder, as in C. Integer division by zero gives zero in both. The least integer
+// divided by -1 wraps; C++ leaves it undefined.
 template <class T>
 __device__ __forceinline__ T truncated_divide(T x, T y) {
-  return y == 0 ? T(0) : x / y;
+  return y == 0 ? T(0) : y == -1 ? wrapping_subtract(T(0), x) : x / y;
 }
 __device__ __forceinline__ float truncated_divide(float x, float y) { return truncf(x / y); }
 
 template <class T>
 __device__ __forceinline__ T truncated_remainder(T x, T y) {
-  return y == 0 ? T(0) : x % y;
+  return y == 0 || y == -1 ? T(0) : x % y;
 }
 __device__ __forceinline__ float truncated_remainder(float x, float y) { return fmodf(x, y); }
 
@@ -98,11 +99,13 @@ __device__ __forceinline__ float floor_divide(float x, float y) {
   return quotient - whole > 0.5f ? whole + 1.0f : whole;
 }
 
-// Returns x / y, rounded as by a division, from the inverse of a constant. A division is a call that takes several
+// Returns x / y, rounded as by a division, from the inverse of a constant y. A division is a call that takes several
 // times as long.
 __device__ __forceinline__ float divided(float x, float y, float inverse) {
   const float quotient = x * inverse;
-  const float corrected = fmaf(fmaf(-quotient, y, x), inverse, quotient);
+  // Two forms of one number, whose zeros have the signs that keep the quotient's sign.
+  const float remainder = y > 0.0f ? -fmaf(quotient, y, -x) : fmaf(-quotient, y, x);
+  const float corrected = fmaf(remainder, inverse, quotient);
   return corrected == corrected ? corrected : quotient;  // if x is infinite, the remainder is NaN
 }
 
@@ -113,8 +116,8 @@ __device__ __forceinline__ float maximum(float x, float y) { return max_nan_f32(
 // Returns -1, 0 or 1, and NaN for NaN.
 __device__ __forceinline__ float sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
 
-// For 16-bit operands one approximate instruction; its error, up to 2^-11 of the result, is below that of 16-bit
-// numbers.
+// For 16-bit operands one approximate instruction; its error, up to 2^-11 of the result, is below the
+// error of 16-bit numbers.
 __device__ __forceinline__ float hyperbolic_tangent(float x) {
   if constexpr (kDType == DType::kFloat32) return tanhf(x);
   else return tanh_approx_f32(x);

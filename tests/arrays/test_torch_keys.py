@@ -84,12 +84,12 @@ def test_guards_are_found_in_the_pytorch_that_is_tested() -> None:
 
 
 def test_guards_that_do_not_tell_tensors_apart_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Blind:
+    class Untraceable:
         def __init__(self, *tensors: Any, **dims: Any) -> None: ...
         def check(self, *tensors: Any) -> bool:
             return True
 
-    for guards in (Blind, lambda *tensors: None, None):
+    for guards in (Untraceable, lambda *tensors: None, None):
         monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", guards)
         assert torch_keys._guards(torch) is None
 

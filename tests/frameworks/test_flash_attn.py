@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tensors import assert_pulled, assert_results, random_qkv
+from tensors import assert_results, assert_vjp, random_qkv
 
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
@@ -105,7 +105,7 @@ def test_dense_calls_equal_attention(module: Any, arguments: dict[str, Any]) -> 
     assert [(x.shape, x.dtype) for x in rest] == [((0,), torch.float32)] * (module is fa2)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     assert_results(inputs, out, lse, **arguments)
-    assert_pulled(torch.autograd.grad(out, inputs, dout), inputs, dout, **arguments)
+    assert_vjp(torch.autograd.grad(out, inputs, dout), inputs, dout, **arguments)
     alone = module.flash_attn_func(*inputs, deterministic=True, **arguments)
     assert torch.equal(alone, out)
 
@@ -258,7 +258,7 @@ def test_on_a_gpu_in_half_precision(module: Any, dtype: str) -> None:
     out, lse, *_ = module.flash_attn_func(*inputs, return_attn_probs=True, **arguments)
     dout = torch.ones_like(out)
     assert_results(inputs, out, lse, **arguments)
-    assert_pulled(torch.autograd.grad(out, inputs, dout), inputs, dout, **arguments)
+    assert_vjp(torch.autograd.grad(out, inputs, dout), inputs, dout, **arguments)
     part = torch.stack([out.detach().float()] * 2), torch.stack([lse.detach().transpose(1, 2)] * 2)
     both, _ = fa3.flash_attn_combine(*part, out_dtype=half)
     assert torch.equal(both, out)

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from libraries import torch_of
-from tensors import arguments_of, assert_equal, assert_pulled, assert_results, assert_sequences, in_numpy
+from tensors import arguments_of, assert_equal, assert_results, assert_sequences, assert_vjp, in_numpy
 from tensors import random_qkv as dense
 
 from cuflash import ProblemError, UnsupportedError
@@ -37,7 +37,7 @@ def test_dense(mask: dict[str, Any], device: str) -> None:
     grads = dict(zip(("dq", "dk", "dv"), targets, strict=True))
     rest = fa3._flash_attn_backward(dout, q, k, v, out, lse, **grads, is_causal=causal, deterministic=True, **options)
     assert (rest.numel(), rest.dtype) == (0, torch.float32)
-    assert_pulled(targets, tensors, dout, **mask)
+    assert_vjp(targets, tensors, dout, **mask)
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -105,7 +105,7 @@ def test_gradients_flow() -> None:
     q, k, v = tensors = dense("cpu", torch.float32)
     out, lse, *_ = fa3._flash_attn_forward(*tensors, causal=True)
     grads = torch.autograd.grad(out, tensors, out.detach())
-    assert_pulled(grads, tensors, out.detach(), causal=True)
+    assert_vjp(grads, tensors, out.detach(), causal=True)
     only = torch.empty_like(k)
     fa3._flash_attn_backward(out, q, k, v, out, lse, dk=only, is_causal=True)
     assert torch.allclose(only, grads[1], atol=1e-5)

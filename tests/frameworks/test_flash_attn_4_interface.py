@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from refusals import refused
-from tensors import arguments_of, assert_pulled, assert_pulled_sequences, assert_results, assert_sequences
+from tensors import arguments_of, assert_results, assert_sequences, assert_vjp, assert_vjp_sequences
 from tensors import random_qkv as dense
 
 from cuflash import ProblemError, UnsupportedError
@@ -69,7 +69,7 @@ def test_dense(options: dict[str, Any], mask: dict[str, Any], device: str) -> No
     out, lse = fa4.flash_attn_func(*tensors, **options, return_lse=True)
     assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
     assert_results(tensors, out, lse, **mask)
-    assert_pulled(torch.autograd.grad(out, tensors, out.detach()), tensors, out.detach(), **mask)
+    assert_vjp(torch.autograd.grad(out, tensors, out.detach()), tensors, out.detach(), **mask)
     alone, nothing = fa4.flash_attn_func(*tensors, **options, deterministic=True)
     assert torch.equal(alone, out)
     assert nothing is None
@@ -114,7 +114,7 @@ def test_a_negative_side_moves_the_window_wholly_to_one_side(window: Any, device
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
     dout = torch.ones_like(out)
-    assert_pulled(torch.autograd.grad(out, tensors, dout), tensors, dout, **mask)
+    assert_vjp(torch.autograd.grad(out, tensors, dout), tensors, dout, **mask)
     # Sequences of other lengths have other diagonals.
     lengths = (4, 9), (1, 3)  # of q, and of k
     rows = [q.flatten(0, 1)[:5], k.flatten(0, 1)[:12], v.flatten(0, 1)[:12]]
@@ -145,7 +145,7 @@ def test_packed_and_used(device: str) -> None:
         out, lse = fa4.flash_attn_varlen_func(**arguments, min_seqlen_k=0, return_lse=True)
         assert lse.shape == (4, len(out))
         assert_sequences(inputs, out, lse)
-        assert_pulled_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
+        assert_vjp_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
         alone, nothing = fa4.flash_attn_varlen_func(**arguments)
         assert torch.equal(alone, out)
         assert nothing is None

@@ -274,7 +274,7 @@ if {as_installed}:
 
 @pytest.mark.parametrize("as_installed", [False, True])
 def test_transformers_offers_flash_attention_as_installed(as_installed: bool) -> None:
-    pytest.importorskip("transformers", "5.0", reason="its checks are written as those of version 5")
+    pytest.importorskip("transformers", "5.0", reason="its checks are written as in version 5")
     printed = run_python("-c", TRANSFORMERS.format(as_installed=as_installed)).splitlines()
     assert printed[0] == str([as_installed] * 3)
     versions = (2, 3, 4) if as_installed else ()

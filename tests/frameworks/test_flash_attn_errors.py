@@ -52,6 +52,19 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
         "qkv": torch.zeros(5, 3, 2, 16), "cu_seqlens": int32(0, 3, 9), "max_seqlen": 9}, "cu_seqlens is [0, 3, 9], "),
     "2 qkv dtype": (fa2.flash_attn_varlen_qkvpacked_func, {
         "qkv": torch.zeros(5, 3, 2, 16), "cu_seqlens": BOUNDS.long(), "max_seqlen": 9}, "cu_seqlens has dtype torch"),
+    "2 qkv rows": (fa2.flash_attn_varlen_qkvpacked_func, {
+        "qkv": torch.zeros(5, 3, 2, 16), "cu_seqlens": int32(0, 3, 9), "max_seqlen": 9}, "but q of qkv has 5 rows"),
+    "2 dense qkv": (fa2.flash_attn_qkvpacked_func, {"qkv": torch.zeros(2, 5, 3, 2, 16, dtype=torch.int64)},
+                    "q of qkv has dtype int64"),
+    "2 kv": (fa2.flash_attn_kvpacked_func, {"q": Q, "kv": torch.zeros(2, 5, 2, 2, 8)},
+             "k of kv has head_dim 8, but q has 16; q and k of kv must share"),
+    "2 kv rows": (fa2.flash_attn_varlen_kvpacked_func, {
+        "q": Q[:, 0], "kv": torch.zeros(5, 2, 2, 16), "cu_seqlens_q": BOUNDS, "cu_seqlens_k": int32(0, 3, 9),
+        "max_seqlen_q": 1, "max_seqlen_k": 9}, "cu_seqlens_k is [0, 3, 9], which ends with 9, but k of kv has 5 rows"),
+    "3 qkv": (fa3.flash_attn_qkvpacked_func, {"qkv": torch.zeros(2, 5, 16, 16), "num_heads_q": 6},
+              "q of qkv has 6 heads and k of qkv has 5"),
+    "3 dense qkv": (fa3.flash_attn_qkvpacked_func, {"qkv": torch.zeros(2, 5, 3, 4, 16, dtype=torch.int32)},
+                    "q of qkv has dtype int32"),
     "3 sinks": (fa3.flash_attn_func, PRIVATE | {"s_aux": torch.zeros(3)}, "s_aux has shape (3,); this problem needs "),
     "3 sinks of a cache": (fa3.flash_attn_with_kvcache, OVER_CACHE | {"s_aux": torch.zeros(3)}, "s_aux has shape (3,)"),
     "4 sinks": (fa4.flash_attn_func, PRIVATE | {"learnable_sink": torch.zeros(3)}, "learnable_sink has shape (3,); "),

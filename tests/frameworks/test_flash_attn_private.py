@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from libraries import torch_of
-from tensors import arguments_of, assert_pulled, assert_results, assert_sequences, in_numpy
+from tensors import arguments_of, assert_results, assert_sequences, assert_vjp, in_numpy
 from tensors import random_qkv as dense
 
 from cuflash import ProblemError, UnsupportedError
@@ -40,7 +40,7 @@ def test_dense(mask: tuple[Any, ...], dtype: Any, device: str) -> None:
     targets, dout = parts(tensors), out.cos()
     rest = fa2._flash_attn_backward(dout, q, k, v, out, lse, *targets, 0.0, *mask, None, True, rng_state=state)
     assert (rest.numel(), rest.dtype) == (0, torch.float32)
-    assert_pulled(targets, tensors, dout, **options_of(*mask))
+    assert_vjp(targets, tensors, dout, **options_of(*mask))
 
 
 def test_views_of_one_packed_gradient(device: str) -> None:
@@ -49,7 +49,7 @@ def test_views_of_one_packed_gradient(device: str) -> None:
     out, lse, *_ = fa2._flash_attn_forward(q, k, v, 0.0, *mask, False)
     packed = torch.full((2, 9, 3, 2, 16), torch.nan, device=device)
     fa2._flash_attn_backward(out, q, k, v, out, lse, *packed.unbind(2), 0.0, *mask, False)
-    assert_pulled(packed.unbind(2), tensors, out, causal=True)
+    assert_vjp(packed.unbind(2), tensors, out, causal=True)
     only = torch.empty_like(k)
     fa2._flash_attn_backward(out, q, k, v, out, lse, None, only, None, 0.0, *mask, False)
     assert torch.allclose(only, packed[:, :, 1], atol=1e-5)
@@ -78,7 +78,7 @@ def test_transposed_lse_of_diffusers_is_accepted(heads: int, length: int, device
     out = Function.apply(*tensors)
     assert_results(tensors, out)
     dout = torch.ones_like(out)
-    assert_pulled(torch.autograd.grad(out, tensors, dout), tensors, dout)
+    assert_vjp(torch.autograd.grad(out, tensors, dout), tensors, dout)
 
 
 @pytest.mark.parametrize("gaps", [(0, 0), (0, 3)])

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from libraries import torch_of
-from tensors import arguments_of, assert_pulled, assert_results, assert_sequences, in_numpy
+from tensors import arguments_of, assert_results, assert_sequences, assert_vjp, in_numpy
 from tensors import random_qkv as dense
 
 from cuflash import ProblemError, UnsupportedError
@@ -57,7 +57,7 @@ def test_dense(has_targets: bool, device: str) -> None:
     *result, rest = v2_gpu.bwd(dout, q, k, v, out, lse, *grads, None, 0.0, *CAUSAL, True, None, state)
     assert rest.dtype == torch.float32
     assert not has_targets or all(x is y for x, y in zip(result, grads, strict=True))
-    assert_pulled(result, tensors, dout, **mask)
+    assert_vjp(result, tensors, dout, **mask)
 
 
 def test_packed(device: str) -> None:
@@ -91,10 +91,10 @@ def test_over_a_cache(is_paged: bool, device: str) -> None:
     inputs = varlen_arrays(case)
     arguments = arguments_of(inputs, device)
     tensors = (arguments[name] for name in "qkv")
-    places = arguments["seqused_k"], None, None, None, None, arguments.get("page_table")
+    varlen = arguments["seqused_k"], None, None, None, None, arguments.get("page_table")
     target = torch.empty_like(arguments["q"])
     options = None, target, None, *CAUSAL[1:], True, 0
-    out, lse = v2_gpu.fwd_kvcache(*tensors, None, None, *places, *options)
+    out, lse = v2_gpu.fwd_kvcache(*tensors, None, None, *varlen, *options)
     assert out is target
     assert_sequences(inputs, out, lse)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from tensors import arguments_of, assert_pulled_sequences, assert_sequences
+from tensors import arguments_of, assert_sequences, assert_vjp_sequences
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.flash_attn import v2 as fa2
@@ -54,7 +54,7 @@ def test_results_and_gradients(module: Any, case: Sequences, device: str) -> Non
     assert (lse.shape, lse.dtype) == ((case.heads[0], len(out)), torch.float32)
     assert [x.numel() for x in rest] == [0] * (module is fa2)
     assert_sequences(inputs, out, lse)
-    assert_pulled_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
+    assert_vjp_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
     assert torch.equal(module.flash_attn_varlen_func(**arguments, deterministic=True), out)
 
 
@@ -64,7 +64,7 @@ def test_version_3_takes_used_lengths(case: Sequences, device: str) -> None:
     arguments = called(inputs, device)
     out, lse = fa3.flash_attn_varlen_func(**arguments, num_splits=2, pack_gqa=True, return_attn_probs=True)
     assert_sequences(inputs, out, lse)
-    assert_pulled_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
+    assert_vjp_sequences(inputs, out, lse, [arguments[name] for name in "qkv"])
 
 
 def test_version_3_takes_rectangles_beside_packed_sequences(device: str) -> None:
@@ -100,7 +100,7 @@ def test_positional_arguments_follow_each_versions_order(device: str) -> None:
     assert all(map(torch.equal, fa3.flash_attn_varlen_func(*of_3), (out, lse)))
     with pytest.raises(ProblemError, match="flash_attn_3_interface"):
         fa2.flash_attn_varlen_func(*leading, None, None, 0.2, True)
-    with pytest.raises(ProblemError, match=r"cuflash.frameworks.flash_attn_interface: its order"):
+    with pytest.raises(ProblemError, match=r"cuflash.frameworks.flash_attn_interface: it has the order"):
         fa3.flash_attn_varlen_func(*leading, 0.0, 0.2, True)
 
 

@@ -264,7 +264,7 @@ def test_packed_and_used_lengths() -> None:
     expected = jax.grad(lambda *x: (dense(*x) ** 2).sum(), range(4))(q, k, v, slopes)
     assert_close([x.reshape(y.shape) for x, y in zip(grads, expected, strict=True)], expected)
     table = jnp.zeros((BATCH, 1), jnp.int32)
-    with pytest.raises(UnsupportedError, match="page_table was given and gradients are wanted"):
+    with pytest.raises(UnsupportedError, match="page_table was given and gradients are requested"):
         jax.grad(lambda s: attention(q, k, v, page_table=table, score_mod=tilted(s)).sum())(slopes)
 
 
@@ -299,9 +299,9 @@ def test_dot_product_attention_with_bias_and_mask_equals_jax_nn(shape: tuple[int
 
 def test_numpy_arrays_become_jax_arrays() -> None:
     q, k, v, *_ = arrays()
-    table, places = np.linspace(-1.0, 1.0, 5), np.arange(40) % 5  # of float64 and int64, which JAX narrows
-    mod = lambda s, b, h, i, j: s + table[places[i + j]]  # noqa: E731
-    on_jax = jnp.asarray(table), jnp.asarray(places)
+    table, lookup = np.linspace(-1.0, 1.0, 5), np.arange(40) % 5  # of float64 and int64, which JAX narrows
+    mod = lambda s, b, h, i, j: s + table[lookup[i + j]]  # noqa: E731
+    on_jax = jnp.asarray(table), jnp.asarray(lookup)
     expected = plain(q, k, v, lambda s, b, h, i, j: s + on_jax[0][on_jax[1][i + j]])[0]
     assert_close(attention(q, k, v, score_mod=mod, bias=np.zeros((1, KEYS))), expected)
 

@@ -54,7 +54,7 @@ def split(inputs: VarlenArrays, **more: Any) -> tuple[Any, list[Any], dict[str, 
     return functools.partial(attention, return_lse=True, **arguments, **more), leaves, varlen_kwargs
 
 
-def pulled(inputs: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
+def vjp_results(inputs: VarlenArrays, **more: Any) -> tuple[Any, Any, Any]:
     """Computes out, lse and gradients by one jitted program, with the lengths as arguments."""
     call, leaves, varlen_kwargs = split(inputs, **more)
 
@@ -75,7 +75,7 @@ def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> No
     call, leaves, varlen_kwargs = split(inputs)
     check(inputs, *map(np.asarray, call(*leaves, **varlen_kwargs)))
     if case.has_gradients:
-        out, lse, gradients = pulled(inputs)
+        out, lse, gradients = vjp_results(inputs)
         check(inputs, out, lse)
         check_gradients(inputs, gradients)
 
@@ -83,7 +83,7 @@ def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> No
 @pytest.mark.drawn(12)
 def test_drawn_problems(seed: int) -> None:
     inputs = varlen_arrays(drawn(seed, gradients=True), seed)
-    check_gradients(inputs, pulled(inputs, deterministic=True)[2])
+    check_gradients(inputs, vjp_results(inputs, deterministic=True)[2])
     call, leaves, varlen_kwargs = split(varlen_arrays(drawn(seed), seed))
     check(varlen_arrays(drawn(seed), seed), *map(np.asarray, call(*leaves, **varlen_kwargs)))
 
@@ -160,10 +160,10 @@ def test_vmap_over_used_lengths(rank: int, axis: int | None) -> None:
     value = lambda q, k, v, varlen_kwargs: attention(q, k, v, causal=True, return_lse=True, **varlen_kwargs)  # noqa: E731
     gradient = jax.grad(lambda *x: (value(*x)[0] ** 2).sum(), (0, 1, 2))
     for function in (value, gradient):
-        places = {"seqused_k": 0, "seqused_q": None}
+        varlen_axes = {"seqused_k": 0, "seqused_q": None}
         close(
-            jax.vmap(function, (*axes, places))(*leaves, varlen_kwargs),
-            looped(function, leaves, varlen_kwargs, axes, places),
+            jax.vmap(function, (*axes, varlen_axes))(*leaves, varlen_kwargs),
+            looped(function, leaves, varlen_kwargs, axes, varlen_axes),
         )
 
 
@@ -174,7 +174,7 @@ def test_unsupported_vmaps_and_gradients_are_refused() -> None:
         jax.vmap(lambda x: call(*leaves, **varlen_kwargs | {name: x}))(jnp.stack([varlen_kwargs[name]] * 2))
     for case, cached in ((PAGED, "page_table"), (CACHE, "cache_batch_idx")):
         call, leaves, varlen_kwargs = split(varlen_arrays(case).filled(0.0))
-        with pytest.raises(UnsupportedError, match=f"{cached} was given and gradients are wanted.*stop_gradient"):
+        with pytest.raises(UnsupportedError, match=f"{cached} was given and gradients are requested.*stop_gradient"):
             jax.grad(lambda q, f=call, x=leaves, t=varlen_kwargs: f(q, *x[1:], **t)[0].sum())(leaves[0])
         jax.grad(lambda s, f=call, x=leaves, t=varlen_kwargs: (s * f(*map(jax.lax.stop_gradient, x), **t)[0]).sum())(
             1.0
@@ -275,6 +275,56 @@ def test_errors_of_functions_of_jax_have_their_names() -> None:
     ):
         with refused(ProblemError, text):
             call()
+
+
+def wrong_values() -> list[tuple[Any, dict[str, Any], str]]:
+    """Returns calls as functions of arrays of integers, wrong values of these, and the error in the caller's names."""
+    x, packed, more = jnp.zeros((2, 4, 2, 8)), jnp.zeros((8, 2, 8)), pages()
+    good = np.array([0, 5, 8], "int32")
+    pages_of = {name: np.array(more.pop(name)) for name in ("kv_lens", "page_indices")}
+    too_long, no_page = (pages_of[name].copy() for name in ("kv_lens", "page_indices"))
+    too_long[1], no_page[1, 1] = 11, 10
+    paged = functools.partial(ragged_paged_attention, **more)
+    calls = [
+        (functools.partial(attention, packed, packed, packed, cu_seqlens_k=good), {"cu_seqlens_q": [0, 5, 3]},
+         "cu_seqlens_q is [0, 5, 3], which decreases from 5 to 3"),
+        (functools.partial(attention, x, x, x), {"seqused_k": [1, 9]}, "seqused_k[1] is 9, but sequence 1 has 4 rows"),
+        (functools.partial(attention, x, x, x), {"cache_batch_idx": [0, 7]}, "cache_batch_idx[1] is 7, but k has 2"),
+        (functools.partial(attention, x, x, x, bias=jnp.ones(4)), {"seqused_k": [1, 9]}, "seqused_k[1] is 9"),
+        (functools.partial(dot_product_attention, x, x, x), {"key_value_seq_lengths": [1, 9]},
+         "key_value_seq_lengths[1] is 9, but sequence 1 has 4 rows"),
+        (functools.partial(dot_product_attention, x, x, x), {"query_seq_lengths": [-1, 4]},
+         "query_seq_lengths[0] is -1"),
+        (paged, pages_of | {"kv_lens": too_long}, "kv_lens[1] is 11, but sequence 1 has 10 rows"),
+        (paged, pages_of | {"page_indices": no_page}, "page_indices[1, 1] is 10, but kv_pages has 10 pages"),
+    ]  # fmt: skip
+    return [(call, {name: np.asarray(x, "int32") for name, x in wrong.items()}, text) for call, wrong, text in calls]
+
+
+def test_wrong_values_raise_in_the_call_with_the_callers_names(platform: str) -> None:
+    for number, (call, wrong, text) in enumerate(wrong_values()):
+        for kind in (np.asarray, jnp.asarray):
+            if platform == "cpu" or (kind is np.asarray and number < 4):  # the host cannot read others on a GPU
+                arrays = {name: kind(x) for name, x in wrong.items()}
+                with refused(ProblemError, text):
+                    call(**arrays)
+                if number >= 4:  # the other functions compute with lengths, so that these are traced, too
+                    continue
+                with refused(ProblemError, text):
+                    jax.eval_shape(lambda call=call, arrays=arrays: call(**arrays))
+    x = jnp.zeros((2, 4, 2, 8))
+    with refused(ProblemError, "seqused_q[1] is 5"):
+        jax.grad(lambda q: attention(q, x, x, seqused_q=np.array([1, 5], "int32")).sum())(x)
+
+
+def test_wrong_values_that_are_traced_raise_where_results_are_read(platform: str) -> None:
+    if platform != "cpu":
+        pytest.skip("kernels on a GPU do not raise: they clamp lengths and skip pages that do not exist")
+    for number, (call, wrong, text) in enumerate(wrong_values()):
+        names = text if number < 4 else "is "  # of the arguments of `attention`
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: ProblemError") as caught:
+            jax.block_until_ready(jax.jit(lambda call=call, **wrong: call(**wrong))(**wrong))
+        assert names in str(caught.value)
 
 
 def pages(**more: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
     pytest.skip("needs PyTorch 2.10", allow_module_level=True)
 import tensors as of_torch
 from eager_torch import assert_close, eager
-from tensors import assert_equal, assert_pulled, assert_results
+from tensors import assert_equal, assert_results, assert_vjp
 
 from cuflash.frameworks.torch import sdpa
 
@@ -43,7 +43,7 @@ def assert_right(out_and_grads: Any, tensors: Any, dout: Any, **options: Any) ->
     """Compares out and the gradients of `(dout * out).sum()` to float64; heads are axis 1."""
     (out, *gradients), (q, k, v) = ([x.transpose(1, 2) for x in each] for each in (out_and_grads, tensors))
     assert_results((q, k, v), out, **options)
-    assert_pulled(gradients, (q, k, v), dout.transpose(1, 2), **options)
+    assert_vjp(gradients, (q, k, v), dout.transpose(1, 2), **options)
 
 
 class Kernel:
@@ -339,8 +339,8 @@ def test_sdpa_runs_on_cuflash(heads: tuple[int, int], options: Any, dtype: Any) 
     names = {event.key for event in profile.key_averages()}
     assert any(name.startswith("forward_") for name in names)
     assert any(name.startswith("backward_") for name in names)
-    asked = {"causal": options.get("is_causal", False), "softmax_scale": options.get("scale")}
-    assert_right(outputs, tensors, 2 * outputs[0], **asked)
+    arguments = {"causal": options.get("is_causal", False), "softmax_scale": options.get("scale")}
+    assert_right(outputs, tensors, 2 * outputs[0], **arguments)
 
 
 @pytest.mark.gpu

@@ -18,8 +18,8 @@ from tensors import (
     Tensors,
     assert_equal,
     assert_gradients,
-    assert_pulled,
     assert_results,
+    assert_vjp,
     gradients,
     loss,
     random_qkv,
@@ -58,7 +58,7 @@ def test_each_of_out_and_lse_alone(device: str) -> None:
     out, lse = with_lse(*tensors)
     for pick, dout, dlse in ((0, out.cos(), None), (1, torch.zeros_like(out), lse.cos())):
         grads = torch.autograd.grad(with_lse(*tensors)[pick].sin().sum(), tensors, materialize_grads=True)
-        assert_pulled(grads, tensors, dout, dlse)
+        assert_vjp(grads, tensors, dout, dlse)
 
 
 @pytest.mark.parametrize("needed", range(3))
@@ -195,7 +195,7 @@ def test_any_strides_and_expanded_gradients(device: str) -> None:
     swapped = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors)
     assert not swapped[0].is_contiguous()
     out = attention(*swapped)
-    assert_pulled(torch.autograd.grad(out.sum(), swapped), tensors, torch.ones_like(out))
+    assert_vjp(torch.autograd.grad(out.sum(), swapped), tensors, torch.ones_like(out))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from tensors import assert_equal, assert_gradients, assert_pulled, in_numpy, loss, random_qkv, with_lse
+from tensors import assert_equal, assert_gradients, assert_vjp, in_numpy, loss, random_qkv, with_lse
 
 from cuflash import UnsupportedError
 from cuflash.frameworks.torch import attention
@@ -66,7 +66,7 @@ def test_tensors_captured_by_a_transform_get_gradients(device: str) -> None:
         oracle.assert_close("slope", *map(in_numpy, (number, exact, near)), ulps=4)
     scaled = torch.vmap(lambda x: x * attention(q, k, v).sum())(torch.stack([x, 3 * x]))
     grads = torch.autograd.grad(scaled.sum(), (q, k, v))
-    assert_pulled(grads, (q, k, v), torch.full_like(out, 4))
+    assert_vjp(grads, (q, k, v), torch.full_like(out, 4))
 
 
 def test_gradients_of_cached_keys_under_a_transform_are_refused() -> None:
@@ -117,5 +117,5 @@ def test_one_compiled_graph_holds_gradients_by_function_transforms(device: str) 
         compiled = torch.compile(lambda *x, function=function: function(*x), fullgraph=True, backend="aot_eager")
         for result, expected in zip(compiled(argument, k, v), function(argument, k, v), strict=True):
             assert_equal(result, expected)
-    pulled = lambda q: together(lambda x: attention(x, k, v), q)[1](torch.ones_like(q))[0]  # noqa: E731
-    assert_equal(torch.compile(pulled, fullgraph=True, backend="aot_eager")(q), pulled(q))
+    vjp = lambda q: together(lambda x: attention(x, k, v), q)[1](torch.ones_like(q))[0]  # noqa: E731
+    assert_equal(torch.compile(vjp, fullgraph=True, backend="aot_eager")(q), vjp(q))

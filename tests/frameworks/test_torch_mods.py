@@ -411,3 +411,24 @@ def test_captured_masks_equal_exact_masks(device: str, name: str) -> None:
     _, lse = attention(zeros, zeros, zeros, mask_mod=mask_mod, return_lse=True)
     counts = lse.exp().cpu().numpy().ravel()
     np.testing.assert_allclose(counts, exact(MASKS[name]).sum(axis=1), rtol=1e-5)
+
+
+def test_cpu_calls_of_cuflash_run_between_compiled_graphs() -> None:
+    q, k, v = torch.randn(3, 1, 8, 2, 16)
+    bias, sinks, bounds = torch.randn(1, 2, 8, 8), torch.randn(2), torch.tensor([0, 3, 8], dtype=torch.int32)
+    lse = cuflash.lse(q, k, bias=bias)
+    calls = {
+        "plain": lambda q: cuflash.forward(q, k, v, causal=True),
+        "bias": lambda q: cuflash.forward(q, k, v, bias=bias),
+        "score_mod": lambda q: cuflash.forward(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[b, h, i, j]),
+        "sinks": lambda q: cuflash.forward(q, k, v, sinks=sinks),
+        "dropout": lambda q: cuflash.forward(q, k, v, dropout_p=0.5, dropout_seed=3),
+        "varlen": lambda q: cuflash.forward(q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds),
+        "lse": lambda q: cuflash.lse(q, k, bias=bias),
+        "backward": lambda q: cuflash.backward(v, q, k, v, v, lse, bias=bias)[0],
+        "merge": lambda q: cuflash.merge_states([q, v], [lse, lse])[0],
+    }
+    for name, function in calls.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda q, function=function: function(q + 1) * 2, backend="eager")
+        assert torch.equal(compiled(q), function(q + 1) * 2), name

@@ -14,8 +14,8 @@ from refusals import refused
 from tensors import (
     arguments_of,
     assert_equal,
-    assert_pulled_sequences,
     assert_sequences,
+    assert_vjp_sequences,
     in_numpy,
     upstream_of,
 )
@@ -52,13 +52,13 @@ def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None
     out, lse, leaves = called(inputs, device, grad=case.has_gradients)
     assert_sequences(inputs, out, lse)
     if case.has_gradients:
-        assert_pulled_sequences(inputs, out, lse, leaves)
+        assert_vjp_sequences(inputs, out, lse, leaves)
 
 
 @pytest.mark.drawn(20)
 def test_gradients_of_drawn_problems(seed: int, device: str) -> None:
     inputs = varlen_arrays(drawn(seed, gradients=True), seed)
-    assert_pulled_sequences(inputs, *called(inputs, device))
+    assert_vjp_sequences(inputs, *called(inputs, device))
     inputs = varlen_arrays(drawn(seed), seed)
     assert_sequences(inputs, *called(inputs, device, grad=False)[:2])
 
@@ -86,7 +86,7 @@ def test_compiled_is_eager(case: Sequences, device: str) -> None:
         results = compiled(**arguments, return_lse=True)
         assert_equal([x.detach() for x in results], [x.detach() for x in attention(**arguments, return_lse=True)])
         if case.has_gradients:
-            assert_pulled_sequences(inputs, *results, tuple(arguments[name] for name in "qkv"))
+            assert_vjp_sequences(inputs, *results, tuple(arguments[name] for name in "qkv"))
 
 
 def test_one_graph_trains_a_layer_on_packed_rows_of_any_lengths(device: str) -> None:
@@ -169,7 +169,7 @@ def test_keys_in_splits_and_repeatable_gradients(case: Sequences, device: str) -
         out, lse, leaves = called(inputs, device, grad=case.has_gradients, deterministic=True, **more)
         assert_sequences(inputs, out, lse)
         if case.has_gradients:
-            assert_pulled_sequences(inputs, out, lse, leaves)
+            assert_vjp_sequences(inputs, out, lse, leaves)
 
 
 def test_dense_calls_take_splits_too(device: str) -> None:
@@ -192,7 +192,7 @@ def test_checkpoints_and_autocast(device: str) -> None:
     arguments = arguments_of(inputs, device, grad=True)
     wide = {name: arguments[name].detach().float().requires_grad_() for name in "qkv"}
     leaves = tuple(arguments[name] for name in "qkv")
-    assert_pulled_sequences(inputs, *checkpoint(attention, use_reentrant=False, return_lse=True, **arguments), leaves)
+    assert_vjp_sequences(inputs, *checkpoint(attention, use_reentrant=False, return_lse=True, **arguments), leaves)
     with torch.autocast(device, torch.bfloat16):
         assert_sequences(inputs, *attention(**arguments | wide, return_lse=True))
 

@@ -50,15 +50,15 @@ def in_a_loop(function: Callable[..., Any], axes: Axes, tensors: Sequence[Any]) 
     return [torch.stack(each) for each in zip(*elements, strict=True)]
 
 
-def pulled(results: Sequence[Any], inputs: Sequence[Any]) -> Any:
+def gradients_of(results: Sequence[Any], inputs: Sequence[Any]) -> Any:
     """Returns gradients of a loss of results."""
     return torch.autograd.grad(sum(x.sin().sum() for x in results), inputs)
 
 
 def combinations(rank: int) -> list[Axes]:
     """Returns all axes of three operands, of which at least one is mapped."""
-    places = [None, *range(rank + 1)]
-    return [axes for axes in itertools.product(places, repeat=3) if set(axes) != {None}]
+    in_dims = [None, *range(rank + 1)]
+    return [axes for axes in itertools.product(in_dims, repeat=3) if set(axes) != {None}]
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_any_axes_have_the_results_of_a_loop(rank: int, function: Callable[..., 
         inputs = random([SHAPES[rank]] * 3, axes)
         results, expected = torch.vmap(function, in_dims=axes)(*inputs), in_a_loop(with_lse, axes, inputs)
         assert_equal(results, expected)
-        assert_close(pulled(results, inputs), pulled(expected, inputs))
+        assert_close(gradients_of(results, inputs), gradients_of(expected, inputs))
 
 
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (4, None, 1), (2, 3, 0), (None, None, 0)], ids=str)
@@ -96,7 +96,7 @@ def test_compiled_vmap_is_one_call(function: Callable[..., Any], axes: Axes, cal
     compiled = torch.compile(lambda *x: torch.vmap(function, axes)(*x), fullgraph=True, backend="aot_eager")
     results, expected = compiled(*inputs), in_a_loop(with_lse, axes, inputs)
     assert_equal(results, expected)
-    assert_close(pulled(results, inputs), pulled(expected, inputs))
+    assert_close(gradients_of(results, inputs), gradients_of(expected, inputs))
     assert calls == ["forward", "backward"]
 
 
@@ -155,7 +155,7 @@ def test_vmap_over_ops_of_sequences_loops_and_warns() -> None:
         results = torch.vmap(packed, in_dims=axes)(*inputs)
     expected = in_a_loop(packed, axes, inputs)
     assert_equal(results, expected)
-    assert_close(pulled(results, inputs), pulled(expected, inputs))
+    assert_close(gradients_of(results, inputs), gradients_of(expected, inputs))
 
 
 def test_different_ranks_are_refused() -> None:

@@ -117,9 +117,9 @@ def test_padding_on_the_sides_hides_itself(name: str, side: str, calls: dict[str
     assert calls == {"cuflash": 2, "sdpa": 0}
     peers = exact_model(name), model_of(name, "eager")
     for row, valid in enumerate(mask.bool()):
-        places = valid.nonzero().flatten()[None]
-        if places.numel():
-            alone = (peer(IDS[row, places], position_ids=places).logits for peer in peers)
+        token_positions = valid.nonzero().flatten()[None]
+        if token_positions.numel():
+            alone = (peer(IDS[row, token_positions], position_ids=token_positions).logits for peer in peers)
             close(got[row : row + 1, valid], *alone)
 
 

@@ -162,22 +162,22 @@ def test_compiled_whole_with_gradients(device: str) -> None:
 
 def test_unsupported_calls_are_refused_or_run_pytorchs_kernels(device: str) -> None:
     q, k, v = (x.detach() for x in dense(device, torch.float16, dim=16))
-    places = None, None, 9, 12
+    bounds = None, None, 9, 12
     slopes = torch.ones(4, device=device)
-    result = OPS._flash_attention_forward(q, k, v, *places, 0.0, True, False, alibi_slopes=slopes)[0]
+    result = OPS._flash_attention_forward(q, k, v, *bounds, 0.0, True, False, alibi_slopes=slopes)[0]
     assert_equal(result, attention(q, k, v, causal=True, score_mod=mods.alibi(slopes)))
     with pytest.raises(UnsupportedError, match="alibi_slopes and gradients"):
-        OPS._flash_attention_forward(q.detach().requires_grad_(), k, v, *places, 0.0, True, False, alibi_slopes=slopes)
+        OPS._flash_attention_forward(q.detach().requires_grad_(), k, v, *bounds, 0.0, True, False, alibi_slopes=slopes)
     in_place = getattr(OPS, "_flash_attention_forward_no_dropout_inplace", None)
     if in_place is not None:  # PyTorch before 2.12 lacks it
         with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1.*give 0\.0 and False"):
-            in_place(torch.empty_like(q), q, k, v, *places, 0.1, False, False)
-    plain = OPS._flash_attention_forward(q, k, v, *places, 0.0, False, False)
+            in_place(torch.empty_like(q), q, k, v, *bounds, 0.1, False, False)
+    plain = OPS._flash_attention_forward(q, k, v, *bounds, 0.0, False, False)
     quantized = getattr(OPS._flash_attention_forward, "quantized", None)
     if quantized is not None:
         with pytest.raises(UnsupportedError, match="k_descale: cuflash has no float8"):
-            quantized(q, k, v, *places, 0.0, False, False, None, torch.ones(2, 2, device=device), None)
-        assert_equal(quantized(q, k, v, *places, 0.0, False, False, None, None, None)[:2], plain[:2])
+            quantized(q, k, v, *bounds, 0.0, False, False, None, torch.ones(2, 2, device=device), None)
+        assert_equal(quantized(q, k, v, *bounds, 0.0, False, False, None, None, None)[:2], plain[:2])
     if device == "cpu":
         with pytest.raises(NotImplementedError, match=r"own aten::_flash_attention_forward$"):
-            OPS._flash_attention_forward(q, k, v, *places, 0.0, False, True)
+            OPS._flash_attention_forward(q, k, v, *bounds, 0.0, False, True)

@@ -24,7 +24,7 @@ def loss(call, *arrays):
     return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0, lse**2).sum()
 
 def check(call, arrays, specs, gradients=3):
-    # Results are those of one device. Returns how often devices exchange something, and how results are split.
+    # Results equal the results on one device. Returns how often devices exchange something, and how results are split.
     functions = [call]
     if gradients:
         functions.append(jax.grad(partial(loss, call), tuple(range(gradients))))
@@ -99,7 +99,7 @@ q, k, v = (normal(n, 8, 12, heads, 8) for n, heads in enumerate((4, 2, 2)))
 slopes = jnp.linspace(0.1, 1, 4)
 def own(q, k, v, slopes):
     return attention(q, k, v, score_mod=lambda s, b, h, i, j: s - (slopes[h] + b) * abs(i - j), return_lse=True)
-# b and h are those of all
+# b and h count over all devices
 assert check(own, (q, k, v, slopes), (P("x", None, "y"),) * 3 + (P(),), gradients=4)[0][0] > 0
 jax.config.update("jax_use_shardy_partitioner", False)
 assert check(partial(attention, causal=True, return_lse=True), (q, k, v), (P("x", None, "y"),) * 3)[0][0] > 0

@@ -49,12 +49,15 @@ def distances(put: Put, case: Case) -> Arguments:
 
 def of_both_sides(put: Put, case: Case) -> Arguments:
     """Builds a score_mod with an array that is loaded twice, and one whose gradient depends on the score."""
-    places, factors = put(drawn("places", max(case.seqlen_q, case.seqlen_k))), put(drawn("factors", case.heads_q) / 4)
+    positions, factors = (
+        put(drawn("places", max(case.seqlen_q, case.seqlen_k))),
+        put(drawn("factors", case.heads_q) / 4),
+    )
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return score * (1.0 + factors[h]) + places[q_idx] * places[k_idx] * 0.5
+        return score * (1.0 + factors[h]) + positions[q_idx] * positions[k_idx] * 0.5
 
-    return {"score_mod": score_mod, "captured_grads": (places, factors)}
+    return {"score_mod": score_mod, "captured_grads": (positions, factors)}
 
 
 def loaded_index(put: Put, case: Case) -> Arguments:
@@ -149,14 +152,14 @@ def test_only_what_is_asked_for_is_given_in_its_order(cupy: Any) -> None:
     table, bias, sinks = mod_kwargs.pop("captured_grads")
     out, lse = cuflash.forward(*arrays, return_lse=True, **mod_kwargs)
 
-    def asked(*captured: Any) -> Any:
+    def gradients_with(*captured: Any) -> Any:
         return cuflash.backward(out, *arrays, out, lse, deterministic=True, **mod_kwargs, captured_grads=captured)
 
-    dq, dk, dv, grads = asked(table, bias, sinks)
+    dq, dk, dv, grads = gradients_with(table, bias, sinks)
     assert identical(cuflash.backward(out, *arrays, out, lse, deterministic=True, **mod_kwargs), (dq, dk, dv))
     of_table, of_bias, of_sinks = grads
-    assert identical(asked(sinks, table)[3], (of_sinks, of_table))
-    assert identical(asked(bias)[3], (of_bias,))
+    assert identical(gradients_with(sinks, table)[3], (of_sinks, of_table))
+    assert identical(gradients_with(bias)[3], (of_bias,))
 
 
 @pytest.mark.parametrize("name", ["everything", "loaded_index", "1hqk"])

@@ -95,7 +95,7 @@ def test_fewer_axes_run_on_it_too(rank: int) -> None:
     assert_same(lse.reshape(whole_lse.shape), whole_lse)
 
 
-LAYOUTS = heads_first, partial(laid_out, places=(1, 0, 2, 3)), partial(laid_out, places=(2, 1, 0, 3)), padded
+LAYOUTS = heads_first, partial(laid_out, axis_order=(1, 0, 2, 3)), partial(laid_out, axis_order=(2, 1, 0, 3)), padded
 
 
 @every_kernel

@@ -139,7 +139,7 @@ def test_a_bias_is_broadcast(cupy: Any, letters: str, dtype: str) -> None:
 
 
 VIEWS = {
-    "transposed": lambda x: laid_out(x, places=(3, 1, 0, 2)),
+    "transposed": lambda x: laid_out(x, axis_order=(3, 1, 0, 2)),
     "odd": odd_rows,
     "odd_start": odd_start,
     "every_second": lambda x: laid_out(x, steps=(1, 2, 3, 2)),

@@ -84,8 +84,8 @@ def test_gradients_are_slopes_of_the_forward(cupy: Any, name: str, deterministic
         direction = np.random.default_rng(index).standard_normal(x.shape).astype(np.float32)
 
         def along(steps: int, index: int = index, x: Any = x, direction: Any = direction) -> float:
-            moved = (x + np.float32(steps * STEP) * direction).astype(np.float32)
-            return loss(*arrays[:index], moved, *arrays[index + 1 :])
+            shifted = (x + np.float32(steps * STEP) * direction).astype(np.float32)
+            return loss(*arrays[:index], shifted, *arrays[index + 1 :])
 
         slope = (8 * (along(1) - along(-1)) - (along(2) - along(-2))) / (12 * STEP)
         gradient = host(gradient).astype(np.float64)

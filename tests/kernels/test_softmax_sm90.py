@@ -200,12 +200,12 @@ def test_nan_comes_out_in_the_rows_that_see_it_alone(tile: WarpgroupTile, dtype:
     calm = run(*arrays, tile=tile, **case.arguments())
     for key in (0, 100, min(seqlen_k, case.seqlen_q) - 15):
         for operand, index, first in ((0, key, key), (1, key, key + 11)):
-            soiled = [x.copy() for x in arrays]
-            soiled[operand][:, index, :, 3] = np.nan
+            poisoned = [x.copy() for x in arrays]
+            poisoned[operand][:, index, :, 3] = np.nan
             rows = np.arange(first, first + 1 if operand == 0 else case.seqlen_q)
             if operand == 0 and key < 11:
                 rows = rows[:0]  # it sees no key
-            out, lse = run(*soiled, tile=tile, **case.arguments())
+            out, lse = run(*poisoned, tile=tile, **case.arguments())
             assert np.isnan(host(out)[:, rows].astype("f4")).all()
             assert np.isnan(host(lse)[:, :, rows]).all()
             assert_same_rows((out, lse), calm, np.setdiff1d(np.arange(case.seqlen_q), rows))
@@ -222,19 +222,19 @@ def test_nan_in_v_stays_near_and_comes_out_alike_in_each_run(
     q, k, v = case.arrays()
     calm = run(q, k, v, tile=tile, **case.arguments())
     v[:, keys, :, 5] = np.nan
-    sees = case.problem().mask.visible(np.arange(seqlen), np.arange(seqlen))
+    visible = case.problem().mask.visible(np.arange(seqlen), np.arange(seqlen))
     near = np.zeros(seqlen, bool)
     for first, key in itertools.product(range(0, seqlen, tile.block_q), keys):
         begin = key // tile.block_k * tile.block_k
-        near[first : first + tile.block_q] |= sees[first : first + tile.block_q, begin : begin + tile.block_k].any()
+        near[first : first + tile.block_q] |= visible[first : first + tile.block_q, begin : begin + tile.block_k].any()
     assert near.mean() < 0.9
-    soiled = [run(q, k, v, tile=tile, **case.arguments()) for _ in range(10)]
-    for out, lse in soiled:
-        assert np.isnan(host(out)[:, sees[:, keys].any(1), :, 5].astype("f4")).all()
+    poisoned = [run(q, k, v, tile=tile, **case.arguments()) for _ in range(10)]
+    for out, lse in poisoned:
+        assert np.isnan(host(out)[:, visible[:, keys].any(1), :, 5].astype("f4")).all()
         assert_same(lse, calm[1])
         assert_same(out, calm[0], np.s_[:, ~near])
         assert_same(out, calm[0], np.s_[..., np.arange(out.shape[3]) != 5])
-        assert_same(out, soiled[0][0])
+        assert_same(out, poisoned[0][0])
 
 
 @every_kernel
@@ -248,8 +248,8 @@ def test_invisible_rows_and_keys_change_no_bit(tile: WarpgroupTile, dtype: str, 
     for hidden in (np.s_[:, :begin], np.s_[:, end:]):
         k[hidden] = v[hidden] = poison
     # NaN also surrounds every row, head and batch element.
-    soiled = run(*(padded(x, poison) for x in (q, k, v)), tile=tile, **case.arguments())
-    for got, expected in zip(soiled, clean, strict=True):
+    poisoned = run(*(padded(x, poison) for x in (q, k, v)), tile=tile, **case.arguments())
+    for got, expected in zip(poisoned, clean, strict=True):
         assert_same(got, expected)
 
 
@@ -277,14 +277,14 @@ def test_rows_that_see_nothing_are_exactly_zero(mask: str, dtype: str) -> None:
     for tile in ROWS:
         case = case_of(tile, dtype, 400, 290, **MASKS[mask])
         q, k, v = case.arrays()
-        sees = case.problem().mask.visible(np.arange(400), np.arange(290))
-        k[:, sees.any(0)] = v[:, sees.any(0)] = np.nan
+        visible = case.problem().mask.visible(np.arange(400), np.arange(290))
+        k[:, visible.any(0)] = v[:, visible.any(0)] = np.nan
         out, lse = map(host, run(q, k, v, tile=tile, **case.arguments()))
-        blind = ~sees.any(1)
-        assert 100 < blind.sum() < 300
-        assert not out[:, blind].view("u2").any()
-        assert np.isneginf(lse[:, :, blind]).all()
-        assert np.isnan(out[:, ~blind].astype("f4")).all()
+        no_visible_key = ~visible.any(1)
+        assert 100 < no_visible_key.sum() < 300
+        assert not out[:, no_visible_key].view("u2").any()
+        assert np.isneginf(lse[:, :, no_visible_key]).all()
+        assert np.isnan(out[:, ~no_visible_key].astype("f4")).all()
 
 
 @every_kernel

@@ -16,6 +16,7 @@ from texts import COLUMNS, INPUTS, KERNELS, Case, check, compiled, computed, ele
 from cuflash.mods.graph.graph import Node, variable
 from cuflash.mods.graph.operations import Type
 from cuflash.mods.graph.simplify import cast, constant
+from cuflash.reference.evaluate import evaluate
 
 if not KERNELS.is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)
@@ -147,11 +148,35 @@ def test_integers_wrap_shift_and_divide_as_in_numpy(tmp_path: Path) -> None:
     names = ["add", "subtract", "multiply", "left_shift", "right_shift", "minimum", "fmax", "bitwise_xor"]
     roots = [op(name, *pair) for name in names for pair in ((x, y), (x, least), (cast(x, Type.INT64), y))]
     roots += [op(name, x) for name in ("negative", "absolute", "invert")] + [op("less", x, least)]
-    # The divisor is not -1 here: the processor stops a program that divides the least integer by -1.
-    divisors = [element(np.array([0, 3, -7]), 1, K), constant(8), constant(-3), op("add", K, 1)]
+    divisors = [element(np.array([0, 3, -7]), 1, K), constant(8), constant(-3), constant(-1), op("add", K, 1)]
     for name in ("floor_divide", "remainder", "truncated_divide", "truncated_remainder"):
-        roots += [op(name, each, divisor) for divisor in divisors for each in (op("maximum", x, -(2**31) + 1), Q)]
+        roots += [op(name, each, divisor) for divisor in divisors for each in (x, Q)]
     check([Case(roots, [numbers, np.array([0, 3, -7])])], tmp_path)
+
+
+def _wrapped(x: int) -> int:
+    return (x + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_the_least_integer_is_divided_by_minus_one(dtype: str, tmp_path: Path) -> None:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    numbers = np.array([least, least + 1, most, 12, -12, 0], dtype)
+    divisors = np.array([-1, 1, 5, -5, least, 0], dtype)
+    every = {"q_idx": np.arange(36) // 6, "k_idx": np.arange(36) % 6, "score": np.zeros(36)}
+    x, y = element(numbers, 0, Q), element(divisors, 1, K)
+    roots = [op(name, x, divisor) for divisor in (y, -1) for name in ("floor_divide", "remainder")]
+    case = Case(roots, [numbers, divisors])
+    # A quotient of int32 is int64, which holds 2^31; one of int64 wraps.
+    pairs = [(int(a), int(b)) for a in numbers for b in divisors]
+    expected = [_wrapped(a // b if b else 0) for a, b in pairs], [a % b if b else 0 for a, b in pairs]
+    expected += [_wrapped(-a) for a, _ in pairs], [0] * 36
+    by_graph = evaluate(case.roots, every, case.arrays)
+    (by_text,) = computed([case], dict.fromkeys(INPUTS, 0) | every, tmp_path)
+    for values in (by_graph, by_text):
+        for value, right in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(np.broadcast_to(value, 36).astype(float), np.array(right, float))
+    compiled([case], "sm_90a")
 
 
 def test_floats_that_are_not_finite_are_those_of_numpy(tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from exact_mods import DIFFERENCES, MASKS, NOW, PLACES, ROWS, SECONDS, TIMES, exact
-from expressions import ARRAYS, floats, points
+from expressions import ARRAYS, K, Q, floats, op, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import KERNELS, Case, check, compiled, computed
+from texts import KERNELS, Case, check, compiled, computed, element
 
 import cuflash
+from cuflash import mods
 from cuflash.errors import ProblemError
+from cuflash.mods.analysis.bounds import assume_causal
 from cuflash.mods.analysis.intervals import band
 from cuflash.mods.graph.float_ranges import rounded_range
 from cuflash.mods.graph.graph import Node, post_order
@@ -94,13 +96,13 @@ EXPRESSIONS = st.recursive(
 def value_of(expression: Any, i: Any, j: Any, tables: Any, checked: Any) -> Any:
     """Returns the value of an expression, for traced values or Python's integers."""
     name, *parts = expression
-    places = {"i": i, "j": j}
+    indices = {"i": i, "j": j}
     if name == "number":
         return parts[0]
     if name == "index":
-        return places[parts[0]]
+        return indices[parts[0]]
     if name == "element":
-        return tables[parts[0]][places[parts[1]]]
+        return tables[parts[0]][indices[parts[1]]]
     values = [value_of(part, i, j, tables, checked) for part in parts]
     if name in ("floordiv", "mod"):
         values[1] = (values[1] & 1023) + 1
@@ -175,8 +177,6 @@ def test_integers_beyond_64_bits_are_refused_with_the_line(message: str) -> None
 
 
 def test_integers_that_int32_holds_stay_int32() -> None:
-    from cuflash import mods
-
     for mask_mod in (mods.sliding_window(5, 7), mods.chunked(4), mods.neighborhood(3, 9), mods.dilated_window(9, 2, 9)):
         root = trace(
             mods.and_masks(mask_mod, lambda b, h, i, j: (j % 5 > 0) & (i + j - 9 > i * 2 - 5)), "mask_mod"
@@ -204,12 +204,53 @@ def test_extents_hold_all_values(x: Any) -> None:
         assert each.ends[0] <= int(value.min()) <= int(value.max()) <= each.ends[1], each
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
-@given(floats())
-def test_rounded_ranges_hold_all_values(x: Node) -> None:
-    (value,) = evaluate([cast(x, Type.INT32)], points(), ARRAYS)
-    least, greatest = rounded_range(x, Type.INT32)
-    assert least <= value.min() <= value.max() <= greatest
+SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, 3e38], np.float32)
+INTEGRAL = st.sampled_from([Type.INT32, Type.INT64, Type.UINT64])
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(floats(), INTEGRAL, st.sampled_from([Type.FLOAT32, Type.FLOAT64]), st.booleans())
+def test_rounded_ranges_hold_all_values(x: Node, type: Type, source: Type, is_finite: bool) -> None:
+    root, inputs = cast(x, source), points()
+    if not is_finite:
+        inputs["score"] = np.resize(SPECIAL, inputs["score"].shape)
+    (value,) = evaluate([cast(root, type)], inputs, ARRAYS if is_finite else (SPECIAL, ARRAYS[1]))
+    least, greatest = rounded_range(root, type)
+    assert least <= int(np.min(value)) <= int(np.max(value)) <= greatest
+
+
+X = element(SPECIAL, 0, K)
+# Casts of NaN and infinities.
+UNBOUNDED = {
+    "a curve": op("tanh", X),
+    "an angle": op("cos", X),
+    "a product": op("multiply", op("tanh", X), 5.0),
+    "a choice": op("where", op("less", Q, K), op("sign", X), 7.0),
+    "a clip": op("minimum", op("maximum", X, 2.0), 9.0),
+    "a clip without NaN": op("fmin", op("fmax", X, 2.0), 9.0),
+    "the other argument": op("fmin", op("tanh", X), 9.0),
+    "an overflow": op("tanh", op("subtract", op("multiply", K, 1e38), op("multiply", K, 1.1e38))),
+    "a quotient": op("tanh", op("divide", op("multiply", K, 1e-44), op("multiply", K, 1e-44))),
+}
+
+
+@pytest.mark.parametrize("type", [Type.INT32, Type.INT64, Type.UINT64], ids=str)
+@pytest.mark.parametrize("source", [Type.FLOAT32, Type.FLOAT64], ids=str)
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_the_range_of_a_cast_holds_what_nan_becomes(name: str, source: Type, type: Type) -> None:
+    pairs = {"q_idx": np.arange(100) // 10, "k_idx": np.arange(100) % 10}
+    root = cast(cast(UNBOUNDED[name], source), type)
+    (values,) = evaluate([root], pairs, [SPECIAL])
+    assert root.ends[0] <= int(np.min(values)) <= int(np.max(values)) <= root.ends[1]
+    if name == "a clip without NaN":
+        assert root.ends == (0, 10)
+
+
+def test_a_sum_with_a_captured_nan_does_not_wrap_in_int32() -> None:
+    table = np.array([np.nan, 0.5, 20.0])
+    graph = trace(lambda b, h, i, j: np.tanh(table[j]).astype(np.int32) - 9 < 0, "mask_mod")
+    (visible,) = evaluate([graph.root], {"k_idx": np.arange(3)}, [table])
+    assert visible.tolist() == [True, True, True]
 
 
 def test_rounded_quotients_and_logarithms_are_int32() -> None:
@@ -261,6 +302,109 @@ def test_their_texts_have_these_values_and_compile(tmp_path: Path) -> None:
         expected = 0.1 * (PLACES - PLACES[:, None])
         np.testing.assert_allclose(values.reshape(ROWS, ROWS), expected, atol=2e-6, err_msg=name)
     compiled(cases, "sm_90a")
+
+
+BASES = np.array([3.0, 10.0, 0.5, 1.5, -2.0, 7.0, 1.0, 4.0], np.float32)
+# Powers and logarithms that decide.
+POWERS: dict[str, Any] = {
+    "a bound": lambda score, b, h, i, j: 10.0 ** (i % 10) == 1000.0,
+    "powers of ten": lambda score, b, h, i, j: (10.0 ** (i % 10) >= 10.0 ** (j % 10)) & (10.0 ** (j % 10) < 1e8),
+    "a float32": lambda score, b, h, i, j: np.float32(7.0) ** (j % 8) == np.float32(823543.0),
+    "a captured base": lambda score, b, h, i, j: BASES[i % 8] ** (j % 6) == BASES[i % 8] ** (j % 3) * BASES[i % 8] ** 3,
+    "a floor": lambda score, b, h, i, j: np.floor(3.0 ** (j % 12)) % 2.0 == 1.0,
+    "an index": lambda score, b, h, i, j: BASES[(5.0 ** (j % 9)).astype(np.int32) % 8] > 8.0,
+    "a logarithm": lambda score, b, h, i, j: np.log10(np.maximum(1000 * (i % 2) + j, 1)) >= 3.0,
+    "digits": lambda score, b, h, i, j: np.floor(np.log10(10.0 ** (j % 9))) == j % 9,
+    "one": lambda score, b, h, i, j: 1.0 ** (score * np.inf) == 1.0,
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_powers_that_decide_are_exact(name: str, tmp_path: Path) -> None:
+    with np.errstate(all="ignore"):
+        expected = np.broadcast_to(POWERS[name](np.float32(0), 0, 0, PLACES[:, None], PLACES), (ROWS, ROWS))
+    assert expected.any()
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return np.where(POWERS[name](score, b, h, i, j), 1.0, 0.0)
+
+    case = case_of(score_mod, "score_mod")
+    (values,) = evaluate(case.roots, GRID, case.arrays)
+    np.testing.assert_array_equal(np.broadcast_to(values, ROWS * ROWS).reshape(ROWS, ROWS), expected)
+    # Powers of CUDA in float32 may be off by several units.
+    assert "powf(" not in case.text()
+    if KERNELS.is_dir():
+        ((values,),) = computed([case], GRID, tmp_path)
+        np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)
+
+
+def test_powers_of_scores_are_fast_exponentials() -> None:
+    text = case_of(lambda score, b, h, i, j: score * 10.0 ** -abs(i - j), "score_mod").text()
+    assert "exp2f(" in text
+    assert "pow" not in text
+
+
+TABLE = np.linspace(-1.0, 1.0, ROWS, dtype=np.float32)
+# Quotients by zeros, whose sign decides between the infinities.
+ZEROS: dict[str, Any] = {
+    "of a row": lambda score, b, h, i, j: TABLE[j] / -i,
+    "of an element": lambda score, b, h, i, j: TABLE[i] / -j + score,
+    "of a distance": lambda score, b, h, i, j: TABLE[j] / (-abs(i - j) * 0.5),
+    "of a float": lambda score, b, h, i, j: TABLE[j] / -(i * np.float32(1.0)),
+    "of a difference": lambda score, b, h, i, j: TABLE[j] / (i - j) + TABLE[i] / -(i - j),
+    "of a power": lambda score, b, h, i, j: (-abs(i - j) + score) ** -1.0,
+    "of an absolute value": lambda score, b, h, i, j: TABLE[j] / abs(i - j),
+    "of a modulus": lambda score, b, h, i, j: np.floor_divide(TABLE[j], np.where(score < 1, -i, 1) * np.float32(1.0)),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_of_integers_have_no_sign(name: str, tmp_path: Path) -> None:
+    with np.errstate(all="ignore"):
+        expected = ZEROS[name](np.float32(0), 0, 0, PLACES[:, None], PLACES).astype(np.float32)
+    assert np.isinf(expected).any()
+    case = case_of(ZEROS[name], "score_mod")
+    (values,) = evaluate(case.roots, GRID, case.arrays)
+    np.testing.assert_allclose(np.reshape(values, (ROWS, ROWS)), expected, rtol=1e-6)
+    if KERNELS.is_dir():
+        ((values,),) = computed([case], GRID, tmp_path)
+        np.testing.assert_allclose(values.reshape(ROWS, ROWS), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("divisor", [3.0, -3.0])
+def test_quotients_that_decide_keep_the_sign_of_zero(divisor: float, tmp_path: Path) -> None:
+    signed = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, np.inf, -np.inf], np.float32)
+    case = case_of(lambda b, h, i, j: 1.0 / (signed[j] / divisor) < i - 1, "mask_mod")
+    with np.errstate(all="ignore"):
+        expected = 1.0 / (signed / np.float32(divisor)) < PLACES[:, None] - 1
+    (values,) = evaluate(case.roots, GRID, case.arrays)
+    np.testing.assert_array_equal(np.reshape(values, (ROWS, ROWS)), expected)
+    if KERNELS.is_dir():
+        assert "divided(" in case.text()
+        ((values,),) = computed([case], GRID, tmp_path)
+        np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)
+
+
+def test_a_distance_to_earlier_keys_has_no_sign(tmp_path: Path) -> None:
+    functions = (
+        lambda s, b, h, i, j: 1.0 / abs(j - mods.position_of(i)),
+        lambda s, b, h, i, j: 1.0 / abs((j - i) * 1.0),
+    )
+    roots = [assume_causal(trace(each, "score_mod").root) for each in functions]
+    inputs = GRID | {"k_idx": np.minimum(GRID["k_idx"], GRID["q_idx"])}
+    results = [evaluate(roots, inputs, ())] + (
+        computed([Case(roots, ())], inputs, tmp_path) if KERNELS.is_dir() else []
+    )
+    for values in results:
+        for each in values:
+            assert np.min(each) > 0
+            assert np.max(each) == np.inf
+
+
+def test_a_negation_in_a_score_stays_free() -> None:
+    case = case_of(lambda score, b, h, i, j: score + TABLE[h] * -abs(i - j), "score_mod")
+    assert " 0x0p+0f - " not in case.text()
+    assert case_of(ZEROS["of a distance"], "score_mod").text().count("0x0p+0f - ") == 1
 
 
 def test_a_difference_of_times_is_exact_in_scores_and_has_gradients() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from exact_mods import PLACES, ROWS, SECONDS, TIMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import INPUTS, KERNELS, Case, compiled, computed
 
 import cuflash
 from cuflash.mods.graph.derivative import differentiate
@@ -94,3 +97,86 @@ def test_indices_compare_as_integers_where_float32_is_not_exact() -> None:
         assert all(not each.type.is_float for each in post_order([trace(mask_mod, "mask_mod").root]))
     root = trace(lambda b, h, i, j: j - i > 0.5, "mask_mod").root
     assert {each.type for each in post_order([root]) if each.type.is_float} == {Type.FLOAT32}
+
+
+# Floats of 16 bits.
+
+SHORT_FLOATS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_BITS = np.random.default_rng(0).integers(0, 2**32, 3000, np.uint32).view(np.float32)
+_HALVES = np.arange(2**16, dtype=np.uint16)[::7]
+with np.errstate(all="ignore"):
+    _STEPS = [
+        *(_HALVES.view(kind).astype(np.float32) for kind in SHORT_FLOATS.values()),
+        _HALVES.view(np.float16).astype(np.float32) * np.float32(1 + 2.0**-11),  # halfway to the next number
+        _HALVES.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(1 + 2.0**-8),
+        *(_BITS, _BITS * np.float32(2.0**-20)),
+    ]
+_ENDS = [65519.996, 65520, -65520, 2.0**-25, 2.0**-24 * 1.5, -(2.0**-26), np.inf, -np.inf, np.nan, 0.0, -0.0]
+LONG = np.concatenate([*_STEPS, np.linspace(-7e4, 7e4, 1001, dtype=np.float32), np.float32(_ENDS)])
+CASTS: dict[str, Any] = {
+    "a method": lambda x, dtype: x.astype(dtype),
+    "a name": lambda x, dtype: x.astype(np.dtype(dtype).name),
+    "a method of a tensor": lambda x, dtype: getattr(x, {"float16": "half"}.get(np.dtype(dtype).name, "bfloat16"))(),
+    "a keyword": lambda x, dtype: x.to(dtype=dtype),
+    "twice": lambda x, dtype: x.astype(dtype).astype(np.float32).astype(dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_to_16_bits_round(name: str, dtype: str, tmp_path: Path) -> None:
+    kind = SHORT_FLOATS[dtype]
+    with np.errstate(all="ignore"):
+        expected = LONG.astype(kind).astype(np.float32)
+
+    def of_element(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return CASTS[name](LONG[j], kind)
+
+    def of_array(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return CASTS[name](LONG, kind)[j]
+
+    def of_score(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return CASTS[name](score, kind)
+
+    inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(LONG.size), "score": LONG}
+    functions = [of_element, of_score, of_array][: 3 if name in ("a method", "a name") else 2]
+    graphs = [trace(function, "score_mod") for function in functions]
+    cases = [Case([graph.root], [each.array for each in graph.arrays]) for graph in graphs]
+    for case in cases:
+        (values,) = evaluate(case.roots, inputs, case.arrays)
+        assert np.asarray(values).dtype == np.float32
+        np.testing.assert_array_equal(values, expected)
+    if not KERNELS.is_dir():
+        return
+    for (values,) in computed(cases, inputs, tmp_path):
+        np.testing.assert_array_equal(values, expected)
+        is_number = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.signbit(values)[is_number], np.signbit(expected)[is_number])
+    compiled(cases, "sm_80")
+
+
+def test_rounded_values_decide_and_have_gradients() -> None:
+    table = np.linspace(0.0, 1.0, ROWS, dtype=np.float32)
+    graph = trace(lambda b, h, i, j: table[i].astype(np.float16) <= np.float16(0.1) * (j + 1), "mask_mod")
+    (visible,) = evaluate([graph.root], {"q_idx": PLACES[:, None], "k_idx": PLACES}, [table])
+    halves = table.astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(visible, halves[:, None] <= np.float32(np.float16(0.1)) * (PLACES + 1))
+    slope = differentiate(trace(lambda s, b, h, i, j: s.astype(np.float16) * 3, "score_mod").root)[variable("score")]
+    assert evaluate([slope], {"score": np.float32(0.1)}, []) == [3.0]
+    root = trace(lambda s, b, h, i, j: int(np.tanh(table[j]).astype(np.float16) * 60000) + s, "score_mod").root
+    assert {each.type for each in post_order([root]) if each.type.is_integer} == {Type.INT32}
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+def test_casts_to_16_bits_round_as_in_torch(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    table = torch.tensor(LONG)
+    functions = (
+        lambda x: x.to(getattr(torch, dtype)),
+        lambda x: x.type(getattr(torch, dtype)).float(),
+        lambda x: x.type_as(torch.zeros((), dtype=getattr(torch, dtype))),
+    )
+    for function in functions:
+        graph = trace(lambda s, b, h, i, j, function=function: function(table[j]), "score_mod")
+        (values,) = evaluate([graph.root], {"k_idx": np.arange(LONG.size)}, [LONG])
+        np.testing.assert_array_equal(values, function(table).float().numpy())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from datetime import date, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -100,9 +104,98 @@ def test_a_traced_value_is_no_number() -> None:
     with pytest.raises(ProblemError, match="outside of its function"):
         bool(q)
     assert (q == None) is False  # noqa: E711
-    assert (q != "q") is True
-    with pytest.raises(TypeError, match="unsupported operand"):
-        q + "a"
+    assert (q != None) is True  # noqa: E711
+
+
+STRANGERS = (1 + 0j, Fraction(1, 2), Decimal(3), "a", b"a", [1, 2], (1,), {1}, {1: 2}, date(2020, 1, 1), object(), ...)
+STRANGERS += (timedelta(1), np.datetime64(1, "s"), np.timedelta64(1, "s"), np.str_("a"))
+OPERATORS = [
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift", "matmul"),
+    *("lt", "le", "gt", "ge", "eq", "ne"),
+]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_operands_that_are_no_numbers_are_refused(stranger: Any, is_first: bool) -> None:
+    for name in OPERATORS:
+        if name == "mod" and not is_first and isinstance(stranger, str | bytes):
+            continue  # Python's own formatting
+        if name == "pow" and isinstance(stranger, Fraction):
+            continue  # a fraction makes a float of itself
+        pair = (scalar(), stranger) if is_first else (stranger, scalar())
+        with pytest.raises(
+            ProblemError, match=r" meets traced values; bool, int and float .* convert|@ and dot|(time|delta)64"
+        ):
+            getattr(operator, name)(*pair)
+
+
+def test_operands_without_a_meaning_are_refused() -> None:
+    for name in OPERATORS:
+        if name not in ("eq", "ne"):
+            with pytest.raises(ProblemError, match=r"a NoneType meets traced values; .* but not None|@ and dot of"):
+                getattr(operator, name)(scalar(), None)
+    for take in (lambda q: np.complex64(1) == q, lambda q: q < np.zeros((), "M8[s]"), lambda q: q * np.array("a")):
+        with pytest.raises(ProblemError, match=r"has no place in a mod; .* convert it before the call"):
+            take(scalar())
+    with pytest.raises(ProblemError, match=r"pow\(x, y, z\) of a traced value is not known; x \*\* y % z is"):
+        pow(scalar(), 2, 5)
+    with pytest.raises(ProblemError, match=r"a complex meets traced values; .* but not \(1\+0j\): convert it"):
+        trace(lambda b, h, i, j: j == 1 + 0j, "mask_mod")
+
+
+class _Scale:
+    """A class of the user with operators of its own."""
+
+    def __rmul__(self, x: Any) -> Any:
+        return x * 2
+
+    def __gt__(self, x: Any) -> Any:
+        return x < 7
+
+
+def test_operators_of_other_classes_take_traced_values() -> None:
+    q = scalar()
+    assert (q * _Scale()).node is (q * 2).node
+    assert (q < _Scale()).node is (q < 7).node
+
+
+LONG = np.arange(4, dtype=np.longdouble)
+
+
+@pytest.mark.skipif(LONG.itemsize == 8, reason="needs a longdouble with more digits than float64")
+def test_long_doubles_are_exact_or_refused() -> None:
+    q = scalar()
+    assert (q * 1.0 < LONG[3]).node is (q * 1.0 < np.float64(3)).node
+    assert (q * 1.0 < np.longdouble("inf")).node is (q * 1.0 < np.float64("inf")).node
+    for number in (LONG[1] / 3, np.longdouble("1e4000")):
+        with pytest.raises(ProblemError, match=r"has more digits than float64; write np.float64\(x\)"):
+            q * 1.0 == number  # noqa: B015
+    for table in (LONG, LONG + 1j, np.zeros(4, [("a", "f4")]), np.zeros(4, "m8[s]"), np.zeros(4, object)):
+        with pytest.raises(ProblemError, match=r"test_tracers.* has no place in a mod; .* convert it before the call"):
+            trace(lambda b, h, i, j, table=table: table[j] > 1, "mask_mod")
+
+
+@pytest.mark.parametrize("name", ["uint64", "int8", "uint32", "complex128", "longdouble"])
+def test_conversions_to_other_dtypes_are_refused(name: str) -> None:
+    kind = getattr(np, name)
+    message = rf"test_tracers.* {kind.__name__}\(\) of a traced value; bool_, int32, int64, .* convert one"
+    with pytest.raises(ProblemError, match=message):
+        trace(lambda b, h, i, j: np.equal(getattr(np, name)(j), 3), "mask_mod")
+    check(lambda b, h, q, k: q < int(isinstance(kind(3), kind)) + 3, "mask_mod")  # plain numbers are converted
+
+
+def test_extremes_take_keys() -> None:
+    check(lambda b, h, q, k: max(q, k, key=lambda x: abs(x - 5)) > 3, "mask_mod")
+    check(lambda b, h, q, k: min([q, k, 4], key=lambda x: x % 3) == q, "mask_mod")
+    check(lambda b, h, q, k: max((q, 3), (k, 2), key=lambda pair: pair[1])[0] > 4, "mask_mod")
+
+
+@pytest.mark.parametrize("name", ["add", "mod", "floordiv", "mul", "lshift"])
+def test_integers_beyond_int64_are_named(name: str) -> None:
+    with pytest.raises(ProblemError, match="with 9223372036854775808; integers are int64, up to 9223372036854775807: "):
+        getattr(operator, name)(scalar() - 3, 2**63)
+    assert (scalar() < 2**63).node is constant(True)
 
 
 FACTOR, WINDOWS = np.array(0.5, np.float32), np.array([[7]])

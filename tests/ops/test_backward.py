@@ -99,15 +99,15 @@ HIDING = [
 def test_hidden_rows_get_gradient_zero_and_do_not_change_others(case: Case, poison: float, xp: Any) -> None:
     mask = case.problem().mask
     query_range, key_range = mask.row_range(0, case.seqlen_k), mask.key_range(0, case.seqlen_q)
-    blind = np.r_[0 : query_range[0], query_range[1] : case.seqlen_q]
+    out_of_range = np.r_[0 : query_range[0], query_range[1] : case.seqlen_q]
     unseen = np.r_[0 : key_range[0], key_range[1] : case.seqlen_k]
-    assert len(blind) + len(unseen) > 40
+    assert len(out_of_range) + len(unseen) > 40
 
     def with_masked(value: float) -> BackwardArgs:
         args = BackwardArgs(*(np.array(host(x)) for x in backward_args(case, xp)))
-        for x, hidden in zip(args[:5], (blind, blind, unseen, unseen, blind), strict=True):
+        for x, hidden in zip(args[:5], (out_of_range, out_of_range, unseen, unseen, out_of_range), strict=True):
             x[:, hidden] = value
-        args.dlse[:, :, blind] = value
+        args.dlse[:, :, out_of_range] = value
         return args
 
     args = with_masked(0.0)
@@ -115,7 +115,7 @@ def test_hidden_rows_get_gradient_zero_and_do_not_change_others(case: Case, pois
     assert identical(backward(case, with_masked(poison).on(xp), deterministic=True), clean)
     for got in (clean, backward(case, with_masked(poison).on(xp))):
         check(case, args, got)
-        for gradient, hidden in zip(got, (blind, unseen, unseen), strict=True):
+        for gradient, hidden in zip(got, (out_of_range, unseen, unseen), strict=True):
             assert not host(gradient)[:, hidden].any()
 
 
@@ -152,8 +152,8 @@ AROUND = {"before": (1, 1, 1, 1)}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "surrounded": {},
     "vectors": {"before": (1, 1, 1, 8)},
-    "heads_first": {"places": (0, 2, 1, 3)},
-    "transposed": {"places": (3, 2, 1, 0)},
+    "heads_first": {"axis_order": (0, 2, 1, 3)},
+    "transposed": {"axis_order": (3, 2, 1, 0)},
     "reversed_rows": {"steps": (1, -1, 1, 1)},
     "reversed": {"steps": (-1, -1, -1, -1)},
     "every_second": {"steps": (2, 2, 2, 1)},

@@ -111,8 +111,8 @@ def test_gpu_hidden_keys_change_nothing_whatever_they_hold(cupy: Any, dtype: str
     for poison in (cupy.nan, cupy.inf):
         for hidden in (np.s_[:, :begin], np.s_[:, end:]):
             k[hidden] = v[hidden] = poison
-        soiled = cuflash.forward(q, k, v, return_lse=True, **case.arguments())
-        for one, other in zip(clean, soiled, strict=True):
+        poisoned = cuflash.forward(q, k, v, return_lse=True, **case.arguments())
+        for one, other in zip(clean, poisoned, strict=True):
             assert bool((bits(one) == bits(other)).all())
 
 

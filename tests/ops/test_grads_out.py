@@ -21,7 +21,7 @@ DETERMINISTIC = pytest.mark.parametrize("deterministic", [False, True], ids=["an
 LAYOUTS: dict[str, dict[str, Any]] = {
     "surrounded": {"before": (1, 1, 1, 1)},
     "vectors": {"before": (1, 1, 1, 8)},
-    "heads_first": {"places": (0, 2, 1, 3)},
+    "heads_first": {"axis_order": (0, 2, 1, 3)},
     "reversed": {"steps": (-1, -1, -1, 1)},
     "every_second": {"steps": (2, 2, 2, 1)},
     "gaps": {"steps": (1, 1, 1, 2)},

@@ -67,8 +67,8 @@ def test_an_array_repeats_memory_if_two_indices_have_one_offset(seed: int) -> No
     rng = np.random.default_rng(seed)
     shape = tuple(rng.integers(0 if seed % 10 == 0 else 1, 6, int(rng.integers(1, 5))).tolist())
     strides = tuple(rng.choice([0, 1, 2, 3, 5, 6, 7, 24, 25, 120, -2, -24], len(shape)).tolist())
-    places = [sum(map(int.__mul__, index, strides)) for index in itertools.product(*map(range, shape))]
-    assert repeats_memory(shape, strides) == (len({*places}) < len(places))
+    offsets = [sum(map(int.__mul__, index, strides)) for index in itertools.product(*map(range, shape))]
+    assert repeats_memory(shape, strides) == (len({*offsets}) < len(offsets))
 
 
 def test_hostile_strides_are_refused_in_seconds() -> None:

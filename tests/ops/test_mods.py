@@ -50,8 +50,8 @@ def test_calls_agree_with_whole_matrices(name: str, algorithm: str) -> None:
     call, inputs = CALLS[name], arrays()
     expected = whole(call, *inputs)
     results = cuflash.forward(*inputs, return_lse=True, algorithm=algorithm, **call)
-    for got, want in zip(results, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+    for got, desired in zip(results, expected, strict=True):
+        np.testing.assert_allclose(got, desired, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(cuflash.lse(*inputs[:2], **without(call, *DROPS)), expected[1], rtol=1e-12, atol=1e-12)
     out = np.full((BATCH, ROWS, HEADS, DIM), np.nan)
     assert cuflash.forward(*inputs, out=out, algorithm=algorithm, **call) is out
@@ -74,16 +74,16 @@ def test_calls_take_arrays_of_all_libraries(name: str, library: str, monkeypatch
     for each in ("SLOPES", "TABLE", "FACTOR"):
         monkeypatch.setattr(mod_calls, each, convert(getattr(mod_calls, each)))
     theirs = {each: convert(value) if isinstance(value, np.ndarray) else value for each, value in call.items()}
-    asked = [theirs[each] for each in ("bias", "sinks") if each in call and call[each].dtype != bool]
+    captured_grads = [theirs[each] for each in ("bias", "sinks") if each in call and call[each].dtype != bool]
     q, k, v = map(convert, inputs)
     got = cuflash.forward(q, k, v, return_lse=True, **theirs)
     assert type(got[0]) is type(q)
-    for x, want in zip(got, (out, lse), strict=True):
-        np.testing.assert_allclose(np.asarray(x), want, rtol=1e-4, atol=1e-5)
-    *gradients, grads = cuflash.backward(convert(dout), q, k, v, *got, captured_grads=asked, **theirs)
-    for x, want in zip(gradients, expected[:3], strict=True):
-        np.testing.assert_allclose(np.asarray(x), want, rtol=1e-3, atol=1e-4)
-    assert [(type(x), x.shape, x.dtype) for x in grads] == [(type(q), x.shape, x.dtype) for x in asked]
+    for x, desired in zip(got, (out, lse), strict=True):
+        np.testing.assert_allclose(np.asarray(x), desired, rtol=1e-4, atol=1e-5)
+    *gradients, grads = cuflash.backward(convert(dout), q, k, v, *got, captured_grads=captured_grads, **theirs)
+    for x, desired in zip(gradients, expected[:3], strict=True):
+        np.testing.assert_allclose(np.asarray(x), desired, rtol=1e-3, atol=1e-4)
+    assert [(type(x), x.shape, x.dtype) for x in grads] == [(type(q), x.shape, x.dtype) for x in captured_grads]
 
 
 def _single(call: Arrays) -> Arrays:
@@ -94,17 +94,19 @@ def _single(call: Arrays) -> Arrays:
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "sinks"])
 def test_requested_gradients_equal_finite_differences(name: str) -> None:
     call, inputs = CALLS[name], arrays()
-    asked = [{tilted: SLOPES, scaled: FACTOR}.get(call["score_mod"], TABLE)] if "score_mod" in call else []
-    asked += [call[each] for each in ("bias", "sinks") if each in call and call[each].dtype != bool]
+    captured_grads = [{tilted: SLOPES, scaled: FACTOR}.get(call["score_mod"], TABLE)] if "score_mod" in call else []
+    captured_grads += [call[each] for each in ("bias", "sinks") if each in call and call[each].dtype != bool]
     random = np.random.default_rng(2)
     dout, dlse = random.standard_normal((BATCH, ROWS, HEADS, DIM)), random.standard_normal((BATCH, HEADS, ROWS))
     out, lse = cuflash.forward(*inputs, return_lse=True, **call)
     dlse = np.where(np.isneginf(lse), 0, dlse)
-    *gradients, grads = cuflash.backward(dout, *inputs, out, lse, dlse=dlse, captured_grads=tuple(asked), **call)
+    *gradients, grads = cuflash.backward(
+        dout, *inputs, out, lse, dlse=dlse, captured_grads=tuple(captured_grads), **call
+    )
     plain = cuflash.backward(dout, *inputs, out, lse, dlse=dlse, **call)
     assert all((x == y).all() for x, y in zip(gradients, plain, strict=True))
     loss = loss_of(call, dout, dlse)
-    for x, gradient in [*zip(inputs, gradients, strict=True), *zip(asked, grads, strict=True)]:
+    for x, gradient in [*zip(inputs, gradients, strict=True), *zip(captured_grads, grads, strict=True)]:
         assert gradient.shape == x.shape
         for number in random.integers(x.size, size=3):
             index = tuple(int(i) for i in np.unravel_index(number, x.shape))
@@ -249,8 +251,8 @@ def test_arrays_without_batch_or_heads_and_empty_ones() -> None:
     out, lse = cuflash.forward(keys, nothing, nothing, return_lse=True, **mod_kwargs)
     assert (out == 0).all()
     assert (lse == mod_kwargs["sinks"][:, None]).all()
-    asked = mod_kwargs["sinks"], mod_kwargs["bias"]
-    *_, grads = cuflash.backward(out, keys, nothing, nothing, out, lse, captured_grads=asked, **mod_kwargs)
+    captured_grads = mod_kwargs["sinks"], mod_kwargs["bias"]
+    *_, grads = cuflash.backward(out, keys, nothing, nothing, out, lse, captured_grads=captured_grads, **mod_kwargs)
     assert all((x == 0).all() for x in grads)
 
 

@@ -197,7 +197,7 @@ def captured(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return score + SLOPES[h] * INTEGERS[h]
 
 
-ASKED: dict[str, tuple[Any, str]] = {
+WITHOUT_GRADIENT: dict[str, tuple[Any, str]] = {
     "a copy": ((SLOPES.copy(),), "captured_grads[0] is an array of shape (4,) that has no gradient here; give,"),
     "integers": ((INTEGERS,), "some of: the array (4,) that score_mod refers to, bias (4, 1, 1), sinks (4,)"),
     "of the mask": ((SLOPES, BIG), "captured_grads[1] is an array of shape (8, 1000)"),
@@ -206,15 +206,15 @@ ASKED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
 def test_arrays_that_have_no_gradients(name: str) -> None:
-    asked, message = ASKED[name]
+    captured_grads, message = WITHOUT_GRADIENT[name]
     inputs, bias = arrays(), np.zeros((4, 1, 1))
     call: dict[str, Any] = {"score_mod": captured, "mask_mod": lambda b, h, q, k: BIG[h, k] > -1, "bias": bias,
                             "sinks": np.zeros(4)}  # fmt: skip
     out, lse = cuflash.forward(*inputs, return_lse=True, **call)
     with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
-        cuflash.backward(out, *inputs, out, lse, captured_grads=asked, **call)
+        cuflash.backward(out, *inputs, out, lse, captured_grads=captured_grads, **call)
     with pytest.raises(cuflash.ProblemError, match="some of: nothing, as no array of floats changes the scores"):
         cuflash.backward(out, *inputs, out, lse, captured_grads=(SLOPES,))
 

@@ -136,18 +136,18 @@ def test_gpu_nan_hidden_in_v_only_reaches_near_queries_and_repeats(
     case = Case("near", 1 if packed else 2, length, length, 4, 2, *dims, dtype, window_size=window)
     bounds = cupy.asarray(np.array([PADDING[0], PADDING[0] + length], "i4"))
     varlen_kwargs = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds} if packed else {}
-    asked, rows = {**case.arguments(), **varlen_kwargs, "num_splits": 1}, np.arange(length)
-    sees, near = case.problem().mask.visible(rows, rows), np.zeros(length, bool)
+    keywords, rows = {**case.arguments(), **varlen_kwargs, "num_splits": 1}, np.arange(length)
+    visible, near = case.problem().mask.visible(rows, rows), np.zeros(length, bool)
     for key in keys:
-        seeing = np.flatnonzero(sees[:, np.abs(rows - key) < REACH].any(axis=1))
-        near |= (np.abs(rows[:, None] - seeing) < REACH).any(axis=1)
+        rows_near = np.flatnonzero(visible[:, np.abs(rows - key) < REACH].any(axis=1))
+        near |= (np.abs(rows[:, None] - rows_near) < REACH).any(axis=1)
     assert near.mean() < 0.9
 
     def there(x: Array) -> Any:
         return cupy.asarray(np.pad(x[0], (PADDING, (0, 0), (0, 0))) if packed else x)
 
     def attended(*arrays: Any) -> tuple[Array, Array]:
-        out, lse = map(host, cuflash.forward(*arrays, return_lse=True, **asked))
+        out, lse = map(host, cuflash.forward(*arrays, return_lse=True, **keywords))
         used = slice(PADDING[0], PADDING[0] + length)
         return (out[None, used], lse[None, :, used]) if packed else (out, lse)
 
@@ -157,14 +157,14 @@ def test_gpu_nan_hidden_in_v_only_reaches_near_queries_and_repeats(
     q, k, v, bad_v = map(there, (q, k, v, bad_v))
     with for_any_gpu():
         try:
-            variant = cuflash.plan(q, k, v, **asked).variant
+            variant = cuflash.plan(q, k, v, **keywords).variant
         except UnsupportedError as error:  # the widest head dims need more shared memory than some GPUs have
             pytest.skip(str(error))
         assert variant is not None
         assert variant.source == "sm80/forward.cu"
         clean, clean_lse = attended(q, k, v)
-        soiled = [attended(q, k, bad_v) for _ in range(3)]
-    for out, lse in soiled:
-        assert np.isnan(out[:, sees[:, keys].any(axis=1), :, 5]).all()
+        poisoned = [attended(q, k, bad_v) for _ in range(3)]
+    for out, lse in poisoned:
+        assert np.isnan(out[:, visible[:, keys].any(axis=1), :, 5]).all()
         assert identical([lse, out[:, ~near]], [clean_lse, clean[:, ~near]])
-        assert identical([np.delete(out, 5, axis=3), out], [np.delete(clean, 5, axis=3), soiled[0][0]])
+        assert identical([np.delete(out, 5, axis=3), out], [np.delete(clean, 5, axis=3), poisoned[0][0]])

@@ -326,9 +326,9 @@ def strides_of(problem: Problem) -> tuple[int, int, int]:
     """Returns the strides of mask tiles by sequence, head and row, as kernels read them."""
     code = make_mod_code(problem)
     packed = bytearray(8 * code.words)
-    places = mod_params(problem, packed, 0)
-    (word,) = [word for name, word in places.workspace if name == "mask_tiles"] or [
-        word for number, word in places.plain if number == problem.op.index["mask_tiles"]
+    offsets = mod_params(problem, packed, 0)
+    (word,) = [word for name, word in offsets.workspace if name == "mask_tiles"] or [
+        word for number, word in offsets.plain if number == problem.op.index["mask_tiles"]
     ]
     strides: tuple[int, int, int] = struct.unpack_from("=2qi", packed, 8 * (word + 2))
     return strides

@@ -129,11 +129,11 @@ def summed(launch: Launch, term: Term, problem: Problem, call: Arrays, ds: Any, 
     """Returns the tables that a launch of backward_mods writes, (tables, elements of a table)."""
     f, tile = launch.fields, launch.variant.tile
     indices = [index for axis, index in enumerate(term.load.arguments) if axis in _looked_up(term, problem, call)]
-    slope, *places = evaluate([term.derivative, *indices], INPUTS | {"score": raw}, arrays_of(call), np.float64)
+    slope, *table_indices = evaluate([term.derivative, *indices], INPUTS | {"score": raw}, arrays_of(call), np.float64)
     values = ds * slope
     way = np.zeros((1, 1, 1, 1), int)
-    for number, place in enumerate(places):
-        way = way + place_of(place, f[f"extents[{number}]"]) * f[f"strides[{number}]"]
+    for number, table_index in enumerate(table_indices):
+        way = way + place_of(table_index, f[f"extents[{number}]"]) * f[f"strides[{number}]"]
     way = np.broadcast_to(way, ds.shape)
     counts = {"b": BATCH, "h": HEADS, "q": f["num_q_tiles"], "k": f["num_k_tiles"]}
     apart = dict(zip("bhqk", (f["by_sequence"], f["by_head"], f["by_query"], f["by_key"]), strict=True))

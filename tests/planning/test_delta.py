@@ -23,7 +23,7 @@ def delta(dtype: str = "bfloat16", device: str = "sm_90", **more: Any) -> Launch
 
 
 @pytest.mark.parametrize(
-    ("more", "tells"),
+    ("more", "expected"),
     [
         ({**LENGTHS, **ALIBI}, True),
         ({**LENGTHS, "dropout_p": 0.5, "dropout_seed": 1}, True),
@@ -35,13 +35,13 @@ def delta(dtype: str = "bfloat16", device: str = "sm_90", **more: Any) -> Launch
     ],
     ids=["functions", "dropout", "sinks", "lengths alone", "no lengths", "another GPU", "float32"],
 )
-def test_delta_lists_seqlens_for_varlen_kernels_with_mods(more: dict[str, Any], tells: bool) -> None:
+def test_delta_lists_seqlens_for_varlen_kernels_with_mods(more: dict[str, Any], expected: bool) -> None:
     """Such kernels number visible rows only, but mods get the lengths of whole sequences."""
     launch = delta(**more)
-    assert launch.variant.lists_seqlens == tells
+    assert launch.variant.lists_seqlens == expected
     assert launch.variant.is_varlen == ("seqused_k" in more)
-    assert ("seqlens" in launch.variant.name.split("_")) == tells
-    assert ("LISTS_SEQLENS" in launch.variant.constants) == tells
+    assert ("seqlens" in launch.variant.name.split("_")) == expected
+    assert ("LISTS_SEQLENS" in launch.variant.constants) == expected
 
 
 def test_lse_and_delta_stand_side_by_side_but_for_hopper() -> None:

@@ -76,10 +76,10 @@ def check(plan: Plan, problem: Problem, device: Device) -> None:
             assert item.rows, f"a block of {launch.variant.name} has no row"
             assert blocks == 1 or "semaphores" in plan.workspace, "several blocks write the same, and not in turns"
             rows[item.result][item.batch, item.head, as_slice(item.rows)] += 1
-    sees = problem.mask.visible(np.arange(problem.seqlen_q), np.arange(problem.seqlen_k))
+    visible_pairs = problem.mask.visible(np.arange(problem.seqlen_q), np.arange(problem.seqlen_k))
     for name in names:
         assert pairs[name].max(initial=0) <= 1, f"{name}: a pair is added up twice"
-        assert pairs[name][:, :, sees].all(), f"{name}: a visible pair is left out"
+        assert pairs[name][:, :, visible_pairs].all(), f"{name}: a visible pair is left out"
         assert rows[name].all(), f"{name}: a row is not written"
         unseen = name == "dq" and "semaphores" in plan.workspace  # both a dq tile and delta may write a row
         assert unseen or rows[name].max(initial=0) <= 1, f"{name}: two blocks write the same row"
@@ -223,13 +223,13 @@ def test_the_copy_engine_reads_keys_that_are_seen_and_writes_every_row(
     sq: int, sk: int, mask: dict[str, Any], op: str
 ) -> None:
     problem = make_problem(dims=(1, sq, sk, 2, 2), op=op, **mask)
-    sees = problem.mask.visible(np.arange(sq), np.arange(sk))
+    visible_pairs = problem.mask.visible(np.arange(sq), np.arange(sk))
     tma_boxes = {
         name: box for launch in make_plan(problem, DEVICES["sm_90"]).launches for name, box in launch.tma_boxes.items()
     }
     for name, box in tma_boxes.items():
         whole = name in ("out", "dq", "dk", "dv") or (op, name) == ("forward", "q")
-        visible = np.flatnonzero(sees.any(axis=0 if name in ("k", "v") else 1))
+        visible = np.flatnonzero(visible_pairs.any(axis=0 if name in ("k", "v") else 1))
         length = sk if name in ("dk", "dv") else sq
         assert (box.begin, box.end) == ((0, length) if whole else (visible[0], visible[-1] + 1)), name
 

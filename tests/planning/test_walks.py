@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from variants import false_claims
+from variants import failed_conditions
 from walks import Work, covering, head_by_head, lpt_order
 
 PROGRAM = """
@@ -19,8 +19,8 @@ __device__ constexpr bool is(TileRange tiles, int begin, int end) { return tiles
 """
 
 
-def claims(rng: np.random.Generator) -> Iterator[str]:
-    """Yields claims about the kernels' functions for random grids, with the results of the walks' functions."""
+def conditions(rng: np.random.Generator) -> Iterator[str]:
+    """Yields conditions about the kernels' functions for random grids, with the results of the walks' functions."""
     for _ in range(500):
         batch, heads, parts, num_blocks, together = (int(n) for n in rng.integers(1, 7, 5))
         num_heads = batch * heads * parts
@@ -41,4 +41,4 @@ def claims(rng: np.random.Generator) -> Iterator[str]:
 
 def test_the_functions_of_the_walks_are_those_of_the_kernels() -> None:
     wrong = "is(head_by_head(7, 4), 1, 2)"
-    assert false_claims(PROGRAM, [*claims(np.random.default_rng(0)), wrong]) == [wrong]
+    assert failed_conditions(PROGRAM, [*conditions(np.random.default_rng(0)), wrong]) == [wrong]

@@ -89,6 +89,14 @@ HINTS = [
     ("create_block_mask", "KV_LEN", "; give seqlen_k="), ("create_block_mask", "device", "; give like="),
     ("merge_states", "v_a", "; give outs="), ("merge_states", "prefix_lse", "; give lses="),
     ("plan", "check", "; cuflash.forward has check="), ("forward", "enable_gqa", "; leave it out: heads_q may be"),
+    ("forward", "actual_seq_lengths_kv", "; give seqused_k= (batch,)"), ("forward", "key_cache", "; give k= (the"),
+    ("forward", "actual_seq_lens_q", "; give seqused_q="), ("lse", "actual_seq_kvlen", "; give cu_seqlens_k="),
+    ("forward", "cu_seqlens_k_new", "; cuflash.append_kv has cu_seqlens_k= (batch + 1,) in int32, of the new keys"),
+    ("append_kv", "cu_seqlens_k_new", "; give cu_seqlens_k="), ("append_kv", "value_cache", "; give v_cache="),
+    ("forward", "o", "; give out= (an array to write to)"), ("backward", "o", "; give out= (the result of cuflash.for"),
+    ("merge_states", "output_lse", "; leave it out: lse is returned"), ("forward", "device", "; leave it out: results"),
+    ("forward", "num_heads", "; leave it out: the shapes of the arrays have it"), ("forward", "kv", "; give some of"),
+    ("forward", "block_size", "; give some of"), ("forward", "softmax_lse_return", "; give some of"),
 ]  # fmt: skip
 
 
@@ -99,9 +107,55 @@ def test_a_hint_is_for_the_function_that_was_called(name: str, keyword: str, tex
         function(*arrays, **{keyword: None})
 
 
+# Calls that name an array as another library does, so that an argument is missing, too.
+RENAMED = [
+    ("forward", (), {"query": X}, "'query'; give q= (an array)"), ("forward", (X, X), {"value": X}, "'value'; give v="),
+    ("lse", (X,), {"key": X}, "'key'; give k="), ("lse", (), {"query": X, "key": X}, "'key'; give k="),
+    ("backward", (), {"do": X}, "'do'; give dout="), ("append_kv", (), {"key_cache": X}, "'key_cache'; give k_cache="),
+    ("plan", (), {"query": X}, "'query'; give q="), ("merge_states", (), {"v_a": X}, "'v_a'; give outs="),
+    ("triangle_attention", (X, X, X), {"attn_bias": X}, "'attn_bias'; give bias="),
+    ("torch.attention", (), {"query": X}, "'query'; give q="), ("torch.flex_attention", (), {"q": X}, "give query="),
+    ("jax.attention", (X, X), {"value": X}, "'value'; give v="),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(("name", "arrays", "keywords", "text"), RENAMED)
+def test_a_hint_comes_before_missing_arguments(
+    name: str, arrays: tuple[Any, ...], keywords: dict[str, Any], text: str
+) -> None:
+    home, _, function = name.rpartition(".")
+    if home:
+        pytest.importorskip(home)
+    module = importlib.import_module(f"cuflash.frameworks.{home}") if home else cuflash
+    with refused(TypeError, f"{function}() got an unexpected keyword argument", text):
+        getattr(module, function)(*arrays, **keywords)
+
+
+PATHS: list[dict[str, Any]] = [
+    {}, {"cu_seqlens_q": X, "cu_seqlens_k": X}, {"mask_mod": lambda b, h, i, j: i >= j}, {"bias": X}, {"check": True},
+    {"sinks": X[0, 0, :, 0]}, {"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_seed": 1}, {"page_table": X},
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(path) or "plain")
+def test_each_missing_argument_is_named_on_every_path(path: dict[str, Any]) -> None:
+    for name, function in public_functions().items():
+        parameters = inspect.signature(function).parameters
+        array = importlib.import_module("torch").from_numpy(X) if ".torch." in name else X
+        required = [x.name for x in parameters.values() if x.default is x.empty]
+        options = {option: value for option, value in path.items() if option in parameters.keys() - set(required)}
+        for missing in required if name != "cuflash.backward" or "page_table" not in path else ():
+            text = rf"\(\) missing .*required .*argument.*'{missing}'|^{missing} is a NoneType; give "
+            with pytest.raises((TypeError, cuflash.ProblemError), match=text):
+                function(**{x: array for x in required if x != missing}, **options)
+
+
 @pytest.mark.parametrize(("keyword", "texts"), [
     ("casual", ("'casual'; give causal=",)), ("windowsize", ("give window_size=",)),
     ("zzz", ("give some of q, k, v, softmax_scale, causal,",)), ("key_padding_mask", ("seqused_k=", "bias=")),
+    ("actual_seq_lengths", ("give seqused_k= (batch,)", "or seqused_q= (batch,)")),
     ("dropout", ("dropout_p=",)), ("cu_seqlens", ("cu_seqlens_q= and cu_seqlens_k=",)), ("s_aux", ("sinks=",)),
 ])  # fmt: skip
 def test_a_keyword_is_answered_by_what_it_means_or_looks_like(keyword: str, texts: tuple[str, ...]) -> None:
@@ -149,6 +203,16 @@ def test_attributes_of_others_are_answered(name: str, text: str) -> None:
     with refused(AttributeError, f"module 'cuflash' has no attribute '{name}'", text):
         getattr(cuflash, name)
     assert not hasattr(cuflash, name)
+
+
+@pytest.mark.parametrize("name", ["__wrapped__", "__file_", "_forward", "zzz"])
+def test_attributes_that_are_no_misspellings_get_no_hint(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^module 'cuflash' has no attribute '{name}'$"):
+        getattr(cuflash, name)
+
+
+def test_packages_that_are_not_imported_are_answered_by_the_import() -> None:
+    assert str(foreign.no_attribute("testing", ())).endswith("; import cuflash.testing first")
 
 
 def test_functions_that_answers_name_are_there() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from variants import false_claims
+from variants import failed_conditions
 
 from cuflash.problem.mask import Mask
 
@@ -32,18 +32,18 @@ def visible_by_contract(
     left, right = (None if side in (None, -1) else side for side in window_size)
     right = 0 if causal else right
     offset = seqlen_k - seqlen_q if diagonal_offset is None else diagonal_offset
-    sees = np.zeros((seqlen_q, seqlen_k), dtype=bool)
+    visible_pairs = np.zeros((seqlen_q, seqlen_k), dtype=bool)
     for i in range(seqlen_q):
         for j in range(seqlen_k):
             after = left is None or i + offset - left <= j
             before = right is None or j <= i + offset + right
-            sees[i, j] = after and before
-    return sees
+            visible_pairs[i, j] = after and before
+    return visible_pairs
 
 
 def predicate(mask: Mask) -> np.ndarray[Any, Any]:
-    sees: np.ndarray[Any, Any] = mask.visible(np.arange(mask.seqlen_q), np.arange(mask.seqlen_k))
-    return sees
+    visible_pairs: np.ndarray[Any, Any] = mask.visible(np.arange(mask.seqlen_q), np.arange(mask.seqlen_k))
+    return visible_pairs
 
 
 def hull(flags: np.ndarray[Any, Any]) -> tuple[int, int]:
@@ -67,16 +67,16 @@ def test_predicate_is_the_contract(seqlen_q: int, seqlen_k: int, given_arguments
 @given(length, length, arguments)
 def test_ranges_are_those_of_the_predicate(seqlen_q: int, seqlen_k: int, given_arguments: dict[str, Any]) -> None:
     mask = Mask.from_options(seqlen_q, seqlen_k, **given_arguments)
-    sees = predicate(mask)
+    visible_pairs = predicate(mask)
     for begin in range(seqlen_q):
         for end in range(begin + 1, seqlen_q + 1):
-            rows = sees[begin:end]
+            rows = visible_pairs[begin:end]
             assert mask.key_range(begin, end) == hull(rows.any(axis=0))
             assert rows.any(axis=0)[slice(*mask.key_range(begin, end))].all()  # a block's keys have no hole
             assert mask.full_range(begin, end) == hull(rows.all(axis=0))
     for begin in range(seqlen_k):
         for end in range(begin + 1, seqlen_k + 1):
-            assert mask.row_range(begin, end) == hull(sees[:, begin:end].any(axis=1))
+            assert mask.row_range(begin, end) == hull(visible_pairs[:, begin:end].any(axis=1))
     assert mask.key_range(seqlen_q, seqlen_q) == mask.row_range(seqlen_k, seqlen_k) == (0, 0)
 
 
@@ -96,11 +96,15 @@ __device__ constexpr bool sees(Mask mask, const char* wanted) {
 """
 
 
-def claims(mask: Mask, rng: np.random.Generator) -> Iterator[str]:
-    """Yields C++ claims about the kernels' mask: its predicate, its transpose and some of its ranges."""
+def conditions(mask: Mask, rng: np.random.Generator) -> Iterator[str]:
+    """Yields C++ conditions about the kernels' mask: its predicate, its transpose and some of its ranges."""
     text = f"Mask({mask.seqlen_q}, {mask.seqlen_k}, {mask.lo}, {mask.hi})"
-    sees = predicate(mask)
-    for name, flags in ((text, sees), (f"{text}.transposed()", sees.T), (f"{text}.transposed().transposed()", sees)):
+    visible_pairs = predicate(mask)
+    for name, flags in (
+        (text, visible_pairs),
+        (f"{text}.transposed()", visible_pairs.T),
+        (f"{text}.transposed().transposed()", visible_pairs),
+    ):
         yield f'sees({name}, "{"".join(map(str, flags.ravel().astype(int)))}")'
         for _ in range(3 if flags.size else 0):
             begin, end = sorted(rng.choice(len(flags) + 1, 2, replace=False))
@@ -111,10 +115,10 @@ def claims(mask: Mask, rng: np.random.Generator) -> Iterator[str]:
 
 def test_the_mask_of_the_kernels_is_this_one() -> None:
     rng = np.random.default_rng(0)
-    lines = [claim for mask in masks_for_kernels(rng) for claim in claims(mask, rng)]
+    lines = [condition for mask in masks_for_kernels(rng) for condition in conditions(mask, rng)]
     assert len(lines) > 3000
     wrong = next(line.replace('"1', '"0') for line in lines if '"1' in line)
-    assert false_claims(PROGRAM, [*lines, wrong]) == [wrong]
+    assert failed_conditions(PROGRAM, [*lines, wrong]) == [wrong]
 
 
 def masks_for_kernels(rng: np.random.Generator) -> Iterator[Mask]:

@@ -122,13 +122,13 @@ def test_a_row_and_a_key_that_it_does_not_see_get_nothing_of_each_other(
 ) -> None:
     case = Case("", 2, 24, 24, 4, 2, 8, 8, "float32", softcap=softcap, **mask)
     (q, k, v), (dout, dlse) = case.arrays(), upstream(case)
-    sees = case.problem().mask.visible(np.arange(24), np.arange(24))
+    visible = case.problem().mask.visible(np.arange(24), np.arange(24))
     clean = gradients(case, q, k, v, dout, dlse)
     for number in (0, 5, 12, 23):
         inputs = {name: x.copy() for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dlse", dlse))}
         inputs[operand][(np.s_[:, :, number] if operand == "dlse" else np.s_[:, number])] = poison
-        rows = sees[:, number] if operand in "kv" else np.arange(24) == number
-        keys = sees[rows].any(axis=0)
+        rows = visible[:, number] if operand in "kv" else np.arange(24) == number
+        keys = visible[rows].any(axis=0)
         grads = gradients(case, *inputs.values())
         for dx, expected, others in zip(grads, clean, (~rows, ~keys, ~keys), strict=True):
             same((dx[:, others],), (expected[:, others],))

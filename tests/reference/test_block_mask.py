@@ -73,10 +73,10 @@ def test_nothing_has_no_cells() -> None:
 
 
 def test_a_million_sequences_without_queries_or_keys_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(block_mask, "evaluate", lambda roots, inputs, arrays: asked.append(inputs["b"]) or [True])
+    sequences = []
+    monkeypatch.setattr(block_mask, "evaluate", lambda roots, inputs, arrays: sequences.append(inputs["b"]) or [True])
     lengths = [(1, 0), (0, 1)] * (10**6 // 2)
     lengths[-1] = (1, 1)
     mask_tiles = mask_tiles_of(trace(masks.causal, "mask_mod"), len(lengths), 1, 1, 1, lengths)
-    assert asked == [len(lengths) - 1]
-    assert np.flatnonzero(mask_tiles).tolist() == asked
+    assert sequences == [len(lengths) - 1]
+    assert np.flatnonzero(mask_tiles).tolist() == sequences

@@ -47,12 +47,12 @@ def test_a_weight_depends_on_its_place_and_the_seed_alone() -> None:
 
 def test_no_two_keys_of_a_row_share_their_bits() -> None:
     k = np.arange(4096)
-    places = 8 * (4 * (k // 32) + k % 8 // 2) + 2 * (k // 8 % 4) + k % 2
-    assert len(np.unique(places)) == len(k)
+    positions = 8 * (4 * (k // 32) + k % 8 // 2) + 2 * (k // 8 % 4) + k % 2
+    assert len(np.unique(positions)) == len(k)
     # The keys, of 32, that a thread of tensor cores holds: two neighbours of every 8.
     for thread in range(4):
         columns = [8 * block + 2 * thread + i for block in range(4) for i in range(2)]
-        assert len({int(places[key]) // 8 for key in columns}) == 1
+        assert len({int(positions[key]) // 8 for key in columns}) == 1
 
 
 def test_seeds_of_any_size_are_taken_modulo_two_to_the_64() -> None:

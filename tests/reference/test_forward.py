@@ -145,9 +145,9 @@ def test_invisible_rows_and_keys_change_nothing(algorithm: str, mask: dict[str, 
     for x, (begin, end) in ((q, rows), (k, keys), (v, keys)):
         x[:, :begin], x[:, end:] = poison, poison
     same(reference.forward(problem, q, k, v), clean)
-    blind = np.r_[0 : rows[0], rows[1] : 24]
-    assert not clean[0][:, blind].any()
-    assert np.isneginf(clean[1][:, :, blind]).all()
+    out_of_range = np.r_[0 : rows[0], rows[1] : 24]
+    assert not clean[0][:, out_of_range].any()
+    assert np.isneginf(clean[1][:, :, out_of_range]).all()
 
 
 def test_poison_is_where_the_masks_above_hide() -> None:
@@ -163,16 +163,19 @@ def test_poison_is_where_the_masks_above_hide() -> None:
 def test_a_row_depends_on_what_it_sees_alone(algorithm: str, dtype: str, mask: dict[str, Any], poison: float) -> None:
     case = Case("", 2, 24, 24, 4, 2, 8, 8, dtype, **mask)
     problem, (q, k, v) = case.problem(algorithm=algorithm), case.arrays()
-    sees, clean = problem.mask.visible(np.arange(24), np.arange(24)), reference.forward(problem, q, k, v)
+    visible, clean = problem.mask.visible(np.arange(24), np.arange(24)), reference.forward(problem, q, k, v)
     for key in (0, 5, 12, 23):
         of_v, of_k = v.copy(), k.copy()
         of_v[:, key, :, 3] = of_k[:, key] = poison
         out, lse = reference.forward(problem, q, k, of_v)
-        assert not np.isfinite(out[:, sees[:, key], :, 3]).any()
+        assert not np.isfinite(out[:, visible[:, key], :, 3]).any()
         same((np.delete(out, 3, axis=3), lse), (np.delete(clean[0], 3, axis=3), clean[1]))
-        for soiled in ((out, lse), reference.forward(problem, q, of_k, of_v)):
-            blind = ~sees[:, key]
-            same((soiled[0][:, blind], soiled[1][:, :, blind]), (clean[0][:, blind], clean[1][:, :, blind]))
+        for poisoned in ((out, lse), reference.forward(problem, q, of_k, of_v)):
+            hidden_rows = ~visible[:, key]
+            same(
+                (poisoned[0][:, hidden_rows], poisoned[1][:, :, hidden_rows]),
+                (clean[0][:, hidden_rows], clean[1][:, :, hidden_rows]),
+            )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -256,10 +259,10 @@ def test_weights_of_large_scores_are_those_of_float64(
 def test_a_batch_that_sees_nothing_costs_no_step_of_a_loop(
     dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    block_calls = []
     for name in ("tiles", "backward"):
         module = import_module(f"cuflash.reference.{name}")
-        monkeypatch.setattr(module, "query_blocks", lambda *args: asked.append(args) or ())
+        monkeypatch.setattr(module, "query_blocks", lambda *args: block_calls.append(args) or ())
     queries, keys = dims
     q, k = np.ones((1000, queries, 2, 4), np.float32), np.ones((1000, keys, 2, 4), np.float32)
     for algorithm in ALGORITHMS:
@@ -267,7 +270,7 @@ def test_a_batch_that_sees_nothing_costs_no_step_of_a_loop(
         assert not out.any()
         assert np.isneginf(lse).all()
     assert not any(x.any() for x in reference.backward(problem_of(q, k, k), out, q, k, k, out, lse))
-    assert not asked
+    assert not block_calls
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -71,11 +71,11 @@ def test_causal_visits_half() -> None:
 
 def tiles_by_brute_force(mask: Mask, block_q: int, block_k: int) -> tuple[int, int]:
     """Returns `(visited, masked)`: numbers of tiles with a visible pair, and of tiles with a hidden pair."""
-    sees = np.asarray(mask.visible(np.arange(mask.seqlen_q), np.arange(mask.seqlen_k)))
-    seeing = np.flatnonzero(sees.any(axis=1))
+    visible = np.asarray(mask.visible(np.arange(mask.seqlen_q), np.arange(mask.seqlen_k)))
+    rows_with_keys = np.flatnonzero(visible.any(axis=1))
     visited = masked = 0
     for row in range(0, mask.seqlen_q, block_q):
-        rows = sees[np.intersect1d(np.arange(row, row + block_q), seeing)]
+        rows = visible[np.intersect1d(np.arange(row, row + block_q), rows_with_keys)]
         for key in range(0, mask.seqlen_k, block_k):
             tile = rows[:, key : key + block_k]
             tile = tile[:, tile.any(axis=0)]

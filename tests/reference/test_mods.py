@@ -74,8 +74,8 @@ def test_tiles_of_any_size_agree_with_whole_matrices(name: str, algorithm: str) 
     expected = whole(call, *arrays())
     for sizes in ({}, {"block_q": 8, "block_k": 16}):
         results = ALGORITHMS[algorithm].forward(problem_of(call), *arrays(), mod_scores=make_mod_scores(call), **sizes)
-        for got, want in zip(results, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+        for got, desired in zip(results, expected, strict=True):
+            np.testing.assert_allclose(got, desired, rtol=1e-12, atol=1e-12)
 
 
 def test_without_changes_the_bits_are_those_of_a_plain_call() -> None:
@@ -132,8 +132,8 @@ def test_least_numbers_hide_and_invisible_keys_leave_no_trace() -> None:
     call_problem, mod_scores = problem_of(call, "float32"), make_mod_scores(call)
     out, lse = flash2.forward(call_problem, q, k, v, mod_scores=mod_scores)
     shorter = problem(DIM, DIM, dims=(BATCH, ROWS, 20, HEADS, HEADS_KV), dtype="float32")
-    for got, want in zip((out, lse), flash2.forward(shorter, q, k[:, :20], v[:, :20]), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    for got, desired in zip((out, lse), flash2.forward(shorter, q, k[:, :20], v[:, :20]), strict=True):
+        np.testing.assert_allclose(got, desired, rtol=1e-6, atol=1e-6)
     for fill in (np.nan, np.inf):
         k[:, 20:], v[:, 20:] = fill, fill
         for mask in ({"bias": hidden[..., :] > -1}, {"mask_mod": lambda b, h, q_idx, k_idx: k_idx < 20}):
@@ -156,10 +156,10 @@ def test_rows_and_keys_that_a_mask_hides_exchange_no_nan(name: str, operand: str
     problem, mod_scores, dout = problem_of(call), make_mod_scores(call), normal(BATCH, ROWS, HEADS, DIM)
     shown = call["mask_mod"](*np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS]) if "mask_mod" in call else call["bias"]
     shown = shown & problem.mask.visible(np.arange(ROWS), np.arange(KEYS))
-    sees = np.broadcast_to(shown, (BATCH, HEADS, ROWS, KEYS))
+    visible = np.broadcast_to(shown, (BATCH, HEADS, ROWS, KEYS))
 
-    def results(**soiled: Any) -> tuple[Any, ...]:
-        q, k, v, upstream = (soiled.get(name, x) for name, x in (*inputs.items(), ("dout", dout)))
+    def results(**poisoned: Any) -> tuple[Any, ...]:
+        q, k, v, upstream = (poisoned.get(name, x) for name, x in (*inputs.items(), ("dout", dout)))
         out, lse = flash2.forward(problem, q, k, v, mod_scores=mod_scores)
         return (
             out.swapaxes(1, 2),
@@ -171,12 +171,14 @@ def test_rows_and_keys_that_a_mask_hides_exchange_no_nan(name: str, operand: str
     for number in (0, 7, 20):
         x = {**inputs, "dout": dout}[operand].copy()
         x[:, number] = np.nan
-        rows = sees[..., number] if operand in "kv" else np.broadcast_to(np.arange(ROWS) == number, sees.shape[:3])
-        keys = (sees & rows[..., None]).any(axis=2).reshape(BATCH, HEADS_KV, -1, KEYS).any(axis=2)
+        rows = (
+            visible[..., number] if operand in "kv" else np.broadcast_to(np.arange(ROWS) == number, visible.shape[:3])
+        )
+        keys = (visible & rows[..., None]).any(axis=2).reshape(BATCH, HEADS_KV, -1, KEYS).any(axis=2)
         soiled_results = results(**{operand: x})
         for got, expected, others in zip(soiled_results, clean, (~rows, ~rows, ~rows, ~keys, ~keys), strict=True):
             np.testing.assert_array_equal(got[others], expected[others])
-        assert np.isnan(soiled_results[2 if operand == "dout" else 0][rows & sees.any(axis=3)]).all()
+        assert np.isnan(soiled_results[2 if operand == "dout" else 0][rows & visible.any(axis=3)]).all()
 
 
 def test_a_row_that_is_nan_gives_nan_to_the_keys_that_it_sees_alone() -> None:
@@ -211,8 +213,8 @@ def test_sequences_after_the_first_have_their_own_numbers() -> None:
     alone = flash2.forward(
         problem._replace(batch=1), *(x[1:] for x in arrays()), mod_scores=make_mod_scores(call, first_batch=1)
     )
-    for got, want in zip(alone, both, strict=True):
-        np.testing.assert_array_equal(got[0], want[1])
+    for got, desired in zip(alone, both, strict=True):
+        np.testing.assert_array_equal(got[0], desired[1])
 
 
 @pytest.mark.parametrize("name", ["causal", "document", "alibi"])
@@ -237,8 +239,8 @@ def test_ready_made_functions_are_what_keywords_do(name: str) -> None:
         bias = -SLOPES[:, None, None] * abs(np.arange(KEYS) - place)
         expected = flash2.forward(call_problem, *inputs, mod_scores=make_mod_scores({"bias": bias[None]}))
     results = flash2.forward(call_problem, *inputs, mod_scores=make_mod_scores(call))
-    for got, want in zip(results, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+    for got, desired in zip(results, expected, strict=True):
+        np.testing.assert_allclose(got, desired, rtol=1e-10, atol=1e-10)
 
 
 def of_lengths(place: str) -> tuple[Problem, Arrays, list[tuple[slice, slice]]]:
@@ -313,11 +315,11 @@ def test_gradients_of_packed_sequences_add_up() -> None:
             mod_scores=make_mod_scores(call, first_batch=b),
             mod_gradients=total,
         )
-        for got, want, index in zip(grads, expected, (queries, keys, keys), strict=True):
-            np.testing.assert_allclose(got[:, index], want, rtol=1e-10, atol=1e-12)
+        for got, desired, index in zip(grads, expected, (queries, keys, keys), strict=True):
+            np.testing.assert_allclose(got[:, index], desired, rtol=1e-10, atol=1e-12)
     both = ([each.sinks, *each.arrays.values()] for each in (sums, total))
-    for got, want in zip(*both, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+    for got, desired in zip(*both, strict=True):
+        np.testing.assert_allclose(got, desired, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("by_heads", [False, True])

@@ -78,10 +78,10 @@ def test_keys_outside_the_pool_are_marked_and_outside_rows_left_out() -> None:
     wild = packed.varlen_kwargs | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
     used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
     # Sequences without visible keys come first: if bounds decrease, they do not overwrite computed rows.
-    (_, blind), (_, sees) = each(problem_of(packed), used)
-    assert [one.keys[1].tolist() for one in (sees, blind)] == [list(range(9)), []]
+    (_, no_keys), (_, with_keys) = each(problem_of(packed), used)
+    assert [one.keys[1].tolist() for one in (with_keys, no_keys)] == [list(range(9)), []]
     for name, rows in (("batch_q", 0), ("queries", 1)):
-        assert getattr(blind, name).tolist() == [*packed.queries[0][rows], *packed.queries[2][rows]]
+        assert getattr(no_keys, name).tolist() == [*packed.queries[0][rows], *packed.queries[2][rows]]
 
 
 @pytest.mark.usefixtures("unchecked_integers")

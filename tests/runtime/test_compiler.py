@@ -325,7 +325,7 @@ NVRTC_ARCHS = {
 
 
 @pytest.fixture
-def knows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def support_archs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Replaces NVRTC by one that supports these architectures."""
 
     def replace_archs(*numbers: int) -> None:
@@ -346,16 +346,16 @@ def knows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     ],
 )  # fmt: skip
 def test_an_unknown_architecture_gets_the_newest_whose_code_runs_there(
-    knows: Callable[..., None], version: tuple[int, int], archs: dict[str, str]
+    support_archs: Callable[..., None], version: tuple[int, int], archs: dict[str, str]
 ) -> None:
-    knows(*NVRTC_ARCHS[version])
+    support_archs(*NVRTC_ARCHS[version])
     for arch, compiled_for in archs.items():
         assert f"-arch={compiled_for}" in compiler.options(replace(MERGE, arch=arch))
 
 
 @pytest.mark.parametrize("arch", ["sm_110", "sm_130", "sm_87"])
-def test_an_architecture_that_runs_no_known_code_is_unsupported(knows: Callable[..., None], arch: str) -> None:
-    knows(80, 86, 90, 100, 103, 120)
+def test_an_architecture_that_runs_no_known_code_is_unsupported(support_archs: Callable[..., None], arch: str) -> None:
+    support_archs(80, 86, 90, 100, 103, 120)
     with pytest.raises(
         UnsupportedError, match=rf"NVRTC {NVRTC[0]}\.{NVRTC[1]} cannot compile for {arch}; .*pip install"
     ):

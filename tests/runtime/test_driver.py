@@ -66,7 +66,7 @@ def test_a_failure_has_cudas_name_for_it(name: bytes | None, message: str, monke
         return int(name is None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "function", lambda asked, *argtypes: {"cuGetErrorName": name_error}[asked])
+        patch.setattr(driver, "function", lambda symbol, *argtypes: {"cuGetErrorName": name_error}[symbol])
         assert str(driver.failure(2, "no page")) == f"no page: {message} (2)"
 
 

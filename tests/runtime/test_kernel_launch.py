@@ -53,12 +53,12 @@ def test_an_early_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_only_drivers_whose_graphs_take_them_launch_early(
     version: int, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tell(address: int) -> int:
+    def record(address: int) -> int:
         ctypes.c_int.from_address(address).value = version
         return 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_launch, "function", lambda name, *argtypes: {"cuDriverGetVersion": tell}[name])
+        patch.setattr(kernel_launch, "function", lambda name, *argtypes: {"cuDriverGetVersion": record}[name])
         assert kernel_launch.launches_early.__wrapped__() == early
 
 

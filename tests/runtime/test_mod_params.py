@@ -15,14 +15,14 @@ FIRST = 5  # words of the struct before them
 
 
 def packed(**call: Any) -> tuple[Any, Any, Any, Any]:
-    """Packs the parameters of a call; returns (problem, places, words, ints)."""
+    """Packs the parameters of a call; returns (problem, offsets, words, ints)."""
     shape = (2, 300, 4, 64)
     problem = cuflash.plan(shape, shape, shape, dtype="bfloat16", device="cpu", **call).problem
     mod_spec = problem.op.mod_spec
     assert mod_spec is not None
     memory = bytearray(8 * (FIRST + sum(words_of(each.rank) for each in mod_spec.arrays) + MORE_WORDS))
-    places = mod_params(problem, memory, FIRST)
-    return problem, places, np.frombuffer(memory, np.int64), np.frombuffer(memory, np.int32)
+    offsets = mod_params(problem, memory, FIRST)
+    return problem, offsets, np.frombuffer(memory, np.int64), np.frombuffer(memory, np.int32)
 
 
 def test_arrays_stand_one_after_the_other_with_their_strides_and_extents() -> None:
@@ -31,11 +31,11 @@ def test_arrays_stand_one_after_the_other_with_their_strides_and_extents() -> No
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score * number + table[h, q]
 
-    problem, places, words, ints = packed(score_mod=score_mod)
+    problem, offsets, words, ints = packed(score_mod=score_mod)
     index, second = problem.op.index, FIRST + words_of(0)
     order = [each.rank for each in problem.op.mod_spec.arrays]
     assert order == [0, 2]
-    assert places.plain == [(index["captured0"], FIRST), (index["captured1"], second)]
+    assert offsets.plain == [(index["captured0"], FIRST), (index["captured1"], second)]
     assert words[:FIRST].tolist() == [0] * FIRST
     assert ints[2 * (FIRST + 2)] == 1
     assert words[second + 1 : second + 3].tolist() == [20, -1]
@@ -43,9 +43,9 @@ def test_arrays_stand_one_after_the_other_with_their_strides_and_extents() -> No
 
 
 def test_sinks_seed_and_the_fraction_of_kept_weights() -> None:
-    problem, places, words, ints = packed(sinks=(4,), dropout_p=0.25)
+    problem, offsets, words, ints = packed(sinks=(4,), dropout_p=0.25)
     index, share = problem.op.index, share_kept(0.25)
-    assert places.plain == [(index["sinks"], FIRST), (index["dropout_seed"], FIRST + 2)]
+    assert offsets.plain == [(index["sinks"], FIRST), (index["dropout_seed"], FIRST + 2)]
     numbers = 2 * (FIRST + 5)
     assert ints[numbers + 1 : numbers + 3].tolist() == [0, share]
     assert words.view(np.float32)[numbers + 3] == np.float32(65536 / share)
@@ -56,7 +56,7 @@ def test_broadcast_mask_tiles_have_strides_of_0() -> None:
         return (q // 64 + h) % 2 == k // 64 % 2
 
     block_mask = cuflash.create_block_mask(mask_mod, 1, 4, 300, 300, like=np.zeros(1))
-    problem, places, words, ints = packed(block_mask=block_mask)
-    assert places.plain == [(problem.op.index["mask_tiles"], FIRST + 1)]
+    problem, offsets, words, ints = packed(block_mask=block_mask)
+    assert offsets.plain == [(problem.op.index["mask_tiles"], FIRST + 1)]
     assert words[FIRST + 3 : FIRST + 5].tolist() == [0, 25]
     assert ints[2 * (FIRST + 5)] == 5

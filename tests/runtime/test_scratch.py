@@ -46,13 +46,13 @@ def test_launches_on_the_default_stream_share_it_and_others_get_their_own(gpus: 
 
 
 def test_where_there_is_no_memory_for_it_each_call_gets_its_own(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(device_memory, "_new_scratch", lambda ordinal: asked.append(1) or 0)
+    requests = []
+    monkeypatch.setattr(device_memory, "_new_scratch", lambda ordinal: requests.append(1) or 0)
     gpus.library.current_stream = 0
     for _ in range(3):
         decoded()
         assert partial_out(gpus) == 2**44
-    assert asked == [1]
+    assert requests == [1]
 
 
 def test_a_workspace_that_is_larger_or_of_several_launches_is_not_shared(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from drivers import FakeDriver
 from plans import problem as make_problem
-from variants import append_of, false_claims, merge_of
+from variants import append_of, failed_conditions, merge_of
 
 from cuflash.errors import UnsupportedError
 from cuflash.planning.device import DEVICES
@@ -35,7 +35,7 @@ def fields_of(struct: type[Structure], prefix: str = "", begin: int = 0) -> Iter
             yield from fields_of(kind, f"{prefix}{field}.", begin + descriptor.offset)
 
 
-def claims(name: str, field: str, offset: int, size: int) -> list[str]:
+def conditions(name: str, field: str, offset: int, size: int) -> list[str]:
     # NVRTC has no offsetof, which its front end turns into __INTADDR__ in every version.
     member = f"(({name}*)0)->{field}"
     return [f"__INTADDR__(&{member}) == {offset}", f"sizeof({member}) == {size}"]
@@ -44,10 +44,13 @@ def claims(name: str, field: str, offset: int, size: int) -> list[str]:
 @pytest.mark.parametrize("name", STRUCTS)
 def test_every_field_stands_where_the_kernel_reads_it(name: str) -> None:
     fields = list(fields_of(STRUCTS[name]))
-    right = [f"sizeof({name}) == {size_of(name)}", *(claim for field in fields for claim in claims(name, *field))]
+    right = [
+        f"sizeof({name}) == {size_of(name)}",
+        *(condition for field in fields for condition in conditions(name, *field)),
+    ]
     field, offset, size = fields[-1]
-    wrong = [claims(name, field, offset + size, size)[0], claims(name, field, offset, 2 * size)[1]]
-    assert false_claims('#include "common/params.cuh"', right + wrong) == wrong
+    wrong = [conditions(name, field, offset + size, size)[0], conditions(name, field, offset, 2 * size)[1]]
+    assert failed_conditions('#include "common/params.cuh"', right + wrong) == wrong
 
 
 def test_every_kernel_has_a_struct_and_every_architecture_takes_it() -> None:
@@ -121,8 +124,8 @@ def test_lengths_are_placed_by_name_with_the_layout_of_sequences() -> None:
     assert (struct.padded_rows_q, struct.padded_rows_k) == (128 * (0 + 3 + 2), 128 * 3)
     program = '#include "common/varlen.cuh"'
     wrong = f"kPaddedSlot == {PADDED_SLOT + 1}"
-    claims = [f"kPaddedSlot == {PADDED_SLOT}", f"VarlenSequence::kOpen == {OPEN}", wrong]
-    assert false_claims(program, claims) == [wrong]
+    conditions = [f"kPaddedSlot == {PADDED_SLOT}", f"VarlenSequence::kOpen == {OPEN}", wrong]
+    assert failed_conditions(program, conditions) == [wrong]
 
 
 def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes() -> None:

@@ -25,7 +25,7 @@ def spec(shape: tuple[int, ...] = SHAPE, strides: Sequence[int] = DENSE, dtype: 
     return ArraySpec(shape, tuple(strides), dtype, "cuda:0", "cupy")
 
 
-def asked(driver: FakeDriver, array: ArraySpec, box: TmaBox) -> dict[str, Any]:
+def encode_arguments(driver: FakeDriver, array: ArraySpec, box: TmaBox) -> dict[str, Any]:
     """Returns the arguments of the only call, by the names of the driver's documentation."""
     assert len(structs.encoded(array, box)) == MAP_BYTES
     ((name, *arguments),) = driver.calls
@@ -47,7 +47,7 @@ def test_a_descriptor_begins_at_its_first_row_or_its_length_before() -> None:
 
 
 def test_dims_strides_and_boxes_begin_with_the_innermost_dimension(driver: FakeDriver) -> None:
-    arguments = asked(driver, spec(strides=(80000, 260, 65, 1)), TmaBox(128, 0, 300))
+    arguments = encode_arguments(driver, spec(strides=(80000, 260, 65, 1)), TmaBox(128, 0, 300))
     assert arguments["tensorMap"] % 64 == 0
     assert arguments["tensorRank"] == 4
     assert arguments["globalDim"] == (64, 300, 4, 2)  # dim, seqlen, heads, batch
@@ -63,7 +63,7 @@ def test_dims_strides_and_boxes_begin_with_the_innermost_dimension(driver: FakeD
 def test_a_box_is_128_bytes_wide_in_every_dtype(
     driver: FakeDriver, dtype: str, code: int, size: int, columns: int
 ) -> None:
-    arguments = asked(driver, spec(dtype=dtype), TmaBox(16, 0, 300))
+    arguments = encode_arguments(driver, spec(dtype=dtype), TmaBox(16, 0, 300))
     assert arguments["tensorDataType"] == code
     assert arguments["globalStrides"] == (size * 256, size * 64, size * 76800)
     assert arguments["boxDim"] == (columns, 16, 1, 1)
@@ -74,14 +74,14 @@ def test_a_box_is_128_bytes_wide_in_every_dtype(
 def test_a_dimension_of_length_1_has_a_stride_that_the_driver_takes(driver: FakeDriver, axis: int, stride: int) -> None:
     shape, strides = list(SHAPE), list(DENSE)
     shape[axis], strides[axis] = 1, stride
-    arguments = asked(driver, spec(tuple(shape), strides), TmaBox(16, 0, shape[1]))
+    arguments = encode_arguments(driver, spec(tuple(shape), strides), TmaBox(16, 0, shape[1]))
     expected = [2 * 256, 2 * 64, 2 * 76800]
     expected[(2, 0, 1)[axis]] = 16
     assert list(arguments["globalStrides"]) == expected
 
 
 def test_a_box_of_some_rows_changes_only_the_length(driver: FakeDriver) -> None:
-    whole, part = (asked(driver, spec(), TmaBox(128, first, 300)) for first in (0, 7))
+    whole, part = (encode_arguments(driver, spec(), TmaBox(128, first, 300)) for first in (0, 7))
     assert part["globalDim"] == (64, 293, 4, 2)
     assert {name for name in whole if whole[name] != part[name]} <= {"globalDim", "tensorMap"}
 

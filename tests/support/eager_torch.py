@@ -17,26 +17,26 @@ def eager(
     q, k, v = (x.cpu().double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
-    places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    grids = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
     if score_mod is not None:
-        scores = score_mod(scores, *places)
-    visible = torch.ones_like(scores, dtype=torch.bool) if mask_mod is None else mask_mod(*places)
+        scores = score_mod(scores, *grids)
+    visible = torch.ones_like(scores, dtype=torch.bool) if mask_mod is None else mask_mod(*grids)
     if causal:
         offset = k.shape[2] - q.shape[2] if diagonal_offset is None else diagonal_offset
-        visible = visible & (places[3] <= places[2] + offset)
+        visible = visible & (grids[3] <= grids[2] + offset)
     if bias is not None and bias.dtype == torch.bool:
         visible = visible & bias.cpu()
     elif bias is not None:
         scores = scores + bias.cpu().double()
-    sees = visible.any(-1)
+    any_visible = visible.any(-1)
     hidden = scores.masked_fill(~visible, -torch.inf)
-    lse = torch.where(sees, hidden.where(sees[..., None], scores).logsumexp(-1), -torch.inf)
+    lse = torch.where(any_visible, hidden.where(any_visible[..., None], scores).logsumexp(-1), -torch.inf)
     if sinks is not None:
         of_heads = sinks.cpu().double()[:, None].expand_as(lse)
-        lse = torch.where(sees, torch.logaddexp(lse.where(sees, 0.0), of_heads), of_heads)
-    weights = torch.where(visible, (scores - lse.where(sees, 0.0)[..., None]).exp(), 0.0)
+        lse = torch.where(any_visible, torch.logaddexp(lse.where(any_visible, 0.0), of_heads), of_heads)
+    weights = torch.where(visible, (scores - lse.where(any_visible, 0.0)[..., None]).exp(), 0.0)
     if dropout_p:
-        keep = torch.from_numpy(is_kept(dropout_seed, dropout_p, *(x.numpy() for x in places)))
+        keep = torch.from_numpy(is_kept(dropout_seed, dropout_p, *(x.numpy() for x in grids)))
         weights = weights * keep / (share_kept(dropout_p) / SHARES)
     return (weights @ v).transpose(1, 2), lse
 

@@ -66,7 +66,7 @@ def assert_results(tensors: Tensors, out: Any, lse: Any = None, **options: Any) 
     oracle.assert_attention(problem_of(*arrays, **options), arrays, in_numpy(out), in_numpy(lse))
 
 
-def assert_pulled(result: Any, tensors: Tensors, dout: Any, dlse: Any = None, **options: Any) -> None:
+def assert_vjp(result: Any, tensors: Tensors, dout: Any, dlse: Any = None, **options: Any) -> None:
     """Checks gradients of `(dout * out).sum() + (dlse * lse).sum()` against float64; None skips one."""
     q, k, v = (in_numpy(x) for x in tensors)
     inputs = of_gradients.BackwardArgs(in_numpy(dout), q, k, v, None, None, in_numpy(dlse))
@@ -76,7 +76,7 @@ def assert_pulled(result: Any, tensors: Tensors, dout: Any, dlse: Any = None, **
 def assert_gradients(result: Any, tensors: Tensors, **options: Any) -> None:
     """Checks gradients of `loss` against float64, with the loss's gradients of out and lse as upstream gradients."""
     out, lse = with_lse(*(x.detach() for x in tensors), **options)
-    assert_pulled(result, tensors, 2 * out, lse.double().cos().to(lse.dtype), **options)
+    assert_vjp(result, tensors, 2 * out, lse.double().cos().to(lse.dtype), **options)
 
 
 def assert_equal(result: Any, expected: Any) -> None:
@@ -106,7 +106,7 @@ def upstream_of(sequences: VarlenArrays, out: Any, lse: Any) -> tuple[Any, Any]:
     return dout, dlse
 
 
-def assert_pulled_sequences(sequences: VarlenArrays, out: Any, lse: Any, inputs: Any) -> None:
+def assert_vjp_sequences(sequences: VarlenArrays, out: Any, lse: Any, inputs: Any) -> None:
     """Checks the gradients of autograd, from upstream gradients of out and lse, against float64."""
     result = torch.autograd.grad((out, lse), inputs, upstream_of(sequences, out, lse))
     check_gradients(sequences, [in_numpy(x) for x in result])

@@ -42,6 +42,7 @@ constexpr DType kDType = DType::kFloat32;
 template <class T> T __ldg(const T* pointer) { return *pointer; }
 template <class T> T load_or_zero(const T* from, bool exists) { return exists ? *from : T(0); }
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }

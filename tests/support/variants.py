@@ -1,4 +1,4 @@
-"""Programs for NVRTC in tests: every variant that plans can have, and claims about values of the host."""
+"""Programs for NVRTC in tests: every variant that plans can have, and conditions about values of the host."""
 
 from __future__ import annotations
 
@@ -200,21 +200,21 @@ def variants(arch: str) -> tuple[Variant, ...]:
     return tuple(distinct)
 
 
-def false_claims(program: str, claims: Iterable[str]) -> list[str]:
-    """Returns the claims about functions and structs of kernels_cu that fail as static_asserts below the program."""
+def failed_conditions(program: str, conditions: Iterable[str]) -> list[str]:
+    """Returns the conditions on functions and structs of kernels_cu that fail as static_assert below the program."""
     nvrtc, lines = pytest.importorskip("cupy").cuda.nvrtc, program.splitlines()
     try:
         options = compiler.options(plan(merge_of("float16", 64), DEVICES["sm_80"]).launches[0].variant)
     except UnsupportedError as error:
         pytest.skip(f"needs NVRTC: {error}")
-    lines += [f'static_assert({claim}, "");' for claim in claims]
-    compiled = nvrtc.createProgram("\n".join(lines), "claims.cu", (), ())
+    lines += [f'static_assert({condition}, "");' for condition in conditions]
+    compiled = nvrtc.createProgram("\n".join(lines), "conditions.cu", (), ())
     try:
         nvrtc.compileProgram(compiled, (*options, f"-I{compiler.source_root()}"))
         return []
     except nvrtc.NVRTCError:
         log = nvrtc.getProgramLog(compiled)
-        numbers = re.findall(r"claims\.cu\((\d+)\): error: static assertion failed", log)
+        numbers = re.findall(r"conditions\.cu\((\d+)\): error: static assertion failed", log)
         assert len(numbers) == log.count("): error") > 0, log[:2000]
         return [lines[int(number) - 1].removeprefix("static_assert(").removesuffix(', "");') for number in numbers]
     finally:

@@ -29,16 +29,16 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "why_no_gpu", lambda: "a test asks for it")
 
 
-def first_of(kind: type, asked: Any = lambda trial: True) -> int:
-    """Returns the index of the first trial of seed 0 of this kind with many rows and keys for which `asked` is true."""
+def first_of(kind: type, fits: Any = lambda trial: True) -> int:
+    """Returns the index of the first trial of seed 0 of this kind with many rows and keys for which `fits` is true."""
     for number in range(4000):
         trial, _ = run.trial_of(0, number)
-        if isinstance(trial, kind) and asks_for_much(trial) and asked(trial):
+        if isinstance(trial, kind) and is_large(trial) and fits(trial):
             return number
     raise AssertionError(f"no such {kind.__name__} is ever drawn")
 
 
-def asks_for_much(trial: Any) -> bool:
+def is_large(trial: Any) -> bool:
     if isinstance(trial, Append):
         return trial.arguments["new"] == 5 and trial.arguments["place"] == "rows"
     problem = trial.problem if isinstance(trial, Several) else trial.case
@@ -84,8 +84,8 @@ def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
     assert {name for trial in dense for name in trial.layouts} == set(layouts.LAYOUTS)
     assert {trial.forward["algorithm"] for trial in dense} == {"flash1", "flash2", "flashd", "standard"}
     assert {trial.case.dtype for trial in dense} == {"float16", "bfloat16", "float32"}
-    places = {trial.problem.place_k for trial in trials if isinstance(trial, Several)}
-    assert places == {"packed", "rectangle", "cache", "paged"}
+    layouts_k = {trial.problem.place_k for trial in trials if isinstance(trial, Several)}
+    assert layouts_k == {"packed", "rectangle", "cache", "paged"}
     names = {name for trial in trials if isinstance(trial, ModDense | ModVarlen) for name in trial.names}
     assert {"alibi", "causal_document", "sinks", "dropout", "bias bhqk"} <= names
 
@@ -204,7 +204,7 @@ def of_other_cells(mask_mod: Any, *sizes: int, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "name", "wrong", "message"),
+    ("kind", "fits", "name", "wrong", "message"),
     [
         (Dense, None, "forward", by_a_tenth, "out: error"),
         (Dense, None, "forward", in_other_bits, "forward does not repeat"),
@@ -225,10 +225,10 @@ def of_other_cells(mask_mod: Any, *sizes: int, **more: Any) -> Any:
     ],
 )
 def test_what_is_wrong_is_found_and_can_be_repeated(
-    kind: type, asked: Any, name: str, wrong: Any, message: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch,
+    kind: type, fits: Any, name: str, wrong: Any, message: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    number = first_of(kind, asked or (lambda trial: True))
+    number = first_of(kind, fits or (lambda trial: True))
     run.trial_of(0, number)[0].run(np)
     monkeypatch.setattr(cuflash, name, wrong)
     with pytest.raises(MismatchError, match=message):

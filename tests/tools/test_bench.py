@@ -152,8 +152,8 @@ def test_the_command_measures_the_ops_asked_for(
     ops: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "find", lambda: (ARRAYS, "asked for"))
-    asked = [] if ops is None else ["--ops", ops]
-    assert main(["bench", "quick", "--seqlens", "64", "--json", str(tmp_path / "found.json"), *asked]) == 0
+    options = [] if ops is None else ["--ops", ops]
+    assert main(["bench", "quick", "--seqlens", "64", "--json", str(tmp_path / "found.json"), *options]) == 0
     expected = list(OPS) if ops is None else [ops]
     content = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert content["command"].startswith("cuflash bench quick --seqlens 64 --json ")

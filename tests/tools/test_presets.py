@@ -22,7 +22,7 @@ from cuflash.tools.bench import check, measure, mods, peers, presets, run, start
 from cuflash.tools.bench.mods import ModCase
 
 ARRAYS = NumpyArrays()
-ASKED = Namespace(ops=None, dtype=None, head_dims=None, seqlens=None, causal=None)
+DEFAULTS = Namespace(ops=None, dtype=None, head_dims=None, seqlens=None, causal=None)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ class OnGpu(NumpyArrays):
 @pytest.mark.parametrize("arrays", [ARRAYS, OnGpu()], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("preset", presets.PRESETS)
 def test_problems_have_names_of_their_own_and_are_legal(preset: str, arrays: NumpyArrays) -> None:
-    problems = presets.PRESETS[preset].make(arrays, ASKED)
+    problems = presets.PRESETS[preset].make(arrays, DEFAULTS)
     assert len({(x.op, x.case.name) for x in problems}) == len(problems)
     assert all(x.case.problem(x.op).flops > 0 for x in problems)
     for x in problems:
@@ -46,7 +46,7 @@ def test_problems_have_names_of_their_own_and_are_legal(preset: str, arrays: Num
 
 
 def test_models_are_many_and_of_all_kinds() -> None:
-    models = [x.case for x in presets.models(OnGpu(), ASKED) if x.op == "forward"]
+    models = [x.case for x in presets.models(OnGpu(), DEFAULTS) if x.op == "forward"]
     assert len(models) >= 60
     assert {case.heads_q != case.heads_kv for case in models} == {True, False}
     assert any(case.head_dim != case.head_dim_v for case in models)
@@ -65,8 +65,8 @@ def test_samples_of_groups_caps_and_windows_are_exact(case: Case) -> None:
     exact = {"out": oracle.attention64(case, q, k, v)[0]}
     exact |= zip(("dq", "dk", "dv"), oracle.gradients64(case, dout, q, k, v), strict=True)
     samples = check.sample(ARRAYS, "forward", case, (q, k, v)) + check.sample(ARRAYS, "backward", case, (q, k, v, dout))
-    places = {(sample.output, sample.batch, sample.head) for sample in samples}
-    assert places == {(x, *place) for x in ("out", "dq") for place in ((0, 0), (1, 3))} | {
+    slices = {(sample.output, sample.batch, sample.head) for sample in samples}
+    assert slices == {(x, *place) for x in ("out", "dq") for place in ((0, 0), (1, 3))} | {
         (x, *place) for x in ("dk", "dv") for place in ((0, 0), (1, 1))
     }
     for output, batch, head, rows, values in samples:

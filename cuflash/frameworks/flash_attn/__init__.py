@@ -117,12 +117,12 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
         _before.finder.as_installed |= as_installed
         return
     installed = {root: _installed(root) for root in _ROOTS}
-    places = [
+    locations = [
         f"{root} ({where[0] if where else 'no place known'})" for root, where in installed.items() if where is not None
     ]
-    if places and not force:
+    if locations and not force:
         raise UnsupportedError(
-            f"{', '.join(places)} is installed; give force=True to put cuflash in its place in this process "
+            f"{', '.join(locations)} is installed; give force=True to put cuflash in its place in this process "
             "(as_installed=True, too, where transformers or diffusers shall offer it), or import from "
             "cuflash.frameworks.flash_attn_interface"
         )
@@ -165,7 +165,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _installed(root: str) -> list[str] | None:
-    """Returns the places of the modules of an installed package; None if there is none."""
+    """Returns the folders of the modules of an installed package; None if there is none."""
     try:
         spec = importlib.util.find_spec(root)
     except ValueError:  # a registered module without a spec
@@ -174,17 +174,17 @@ def _installed(root: str) -> list[str] | None:
 
 
 def _module_named(name: str, installed: dict[str, list[str] | None]) -> ModuleType:
-    """Returns the module of this name. A package also finds further modules in an installed package's places."""
+    """Returns the module of this name. A package also finds further modules in the folders of an installed package."""
     source, version = _MODULES[name]
     root, *inner = name.split(".")
-    places = [str(Path(place, *inner)) for place in installed[root] or []]
+    folders = [str(Path(place, *inner)) for place in installed[root] or []]
     module = _StandIn(name, f"{source.__name__} under the name of {name}.\n\n{source.__doc__}")
     is_package = any(other.startswith(f"{name}.") for other in _MODULES)
     module.__spec__ = ModuleSpec(name, None, origin=source.__file__, is_package=is_package)
     module.__package__ = name if is_package else name.rpartition(".")[0]
     module.__file__ = source.__file__
     if is_package:
-        module.__path__ = module.__spec__.submodule_search_locations = places
+        module.__path__ = module.__spec__.submodule_search_locations = folders
     if version is not None:
         module.__dict__["__version__"] = version
     module.__dict__["__all__"] = list(source.__all__)

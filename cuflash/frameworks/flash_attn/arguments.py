@@ -91,7 +91,7 @@ def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: An
     if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:  # by type: arrays may have no truth value
         raise ProblemError(
             f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
-            "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
+            "dropout_p, take cuflash.frameworks.flash_attn_interface: it has the order of flash-attn 2"
         )
     for name, tensor in zip(("qv", "q_descale", "k_descale", "v_descale"), tensors, strict=True):
         if tensor is not None:
@@ -210,6 +210,11 @@ def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, s
             f"{count} tensors by themselves"
         )
     return tuple(packed.unbind(axis))
+
+
+def packed_names(name: str) -> dict[str, str]:
+    """Returns the names of the tensors in "qkv" or "kv", for errors: "k of kv"."""
+    return {part: f"{part} of {name}" for part in name}
 
 
 def check_out(name: str, out: Any, q: torch.Tensor, v: torch.Tensor) -> None:

@@ -148,25 +148,25 @@ def _signed_weights(
     Columns of the unit matrix as values extract the weights of 128 keys a call. A second call on zero q and k, whose
     weights are equal, shows which are dropped: dropout depends on indices alone.
     """
-    places = _Places("q", q, sequences), _Places("k", k, sequences)
-    rows, keys = (-(-each.longest // _STEP) * _STEP for each in places)
-    weights = q.new_zeros((places[0].batch, q.shape[-2], rows, keys))
+    sides = _SequenceRows("q", q, sequences), _SequenceRows("k", k, sequences)
+    rows, keys = (-(-each.longest // _STEP) * _STEP for each in sides)
+    weights = q.new_zeros((sides[0].batch, q.shape[-2], rows, keys))
     no_q, no_k = (x.new_zeros((*x.shape[:-1], 8)) for x in (q, k))
     dropout = {name: mod_kwargs[name] for name in ("dropout_p", "dropout_seed")}
     plain = {name: x for name, x in mod_kwargs.items() if name not in dropout}
-    position = places[1].position()
-    for begin in range(0, places[1].longest, _COLUMNS):
+    position = sides[1].position()
+    for begin in range(0, sides[1].longest, _COLUMNS):
         columns = torch.arange(begin, begin + _COLUMNS, device=k.device)
         values = (position[..., None] == columns).to(k.dtype)[..., None, :].expand(*k.shape[:-1], -1).contiguous()
         undropped = attend(q, k, values, *options, False, False, mod_kwargs=plain, **sequences)
         dropped = attend(no_q, no_k, values, None, False, (-1, -1), 0.0, False, False, mod_kwargs=dropout, **sequences)
-        signed = places[0].padded(torch.where(dropped > 0, undropped, -undropped)).transpose(1, 2)
+        signed = sides[0].padded(torch.where(dropped > 0, undropped, -undropped)).transpose(1, 2)
         shown = min(_COLUMNS, keys - begin)
         weights[:, :, : signed.shape[2], begin : begin + shown] = signed[..., :shown]
     return weights
 
 
-class _Places:
+class _SequenceRows:
     """Positions of the rows of each sequence, on one side. The host never waits for the device."""
 
     def __init__(self, side: str, x: torch.Tensor, sequences: dict[str, Any]) -> None:

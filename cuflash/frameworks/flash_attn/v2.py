@@ -35,7 +35,7 @@ from ...errors import REFUSALS
 from ...problem.foreign import renamed
 from ...problem.options import WindowSize
 from ..torch.varlen import check_integers, paged_or_packed
-from .arguments import FROM_BOUNDS, NAMES_2, unpack
+from .arguments import FROM_BOUNDS, NAMES_2, packed_names, unpack
 from .kvcache import New, over_cache
 from .mods import attend_with_weights, v2_mod_kwargs
 from .v2_private import (
@@ -143,9 +143,11 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """Computes `flash_attn_func` for k and v in kv (batch, seqlen_k, 2, heads_kv, head_dim), without copies."""
     k, v = unpack("kv", kv, 2)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    shared_args = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    try:
+        return flash_attn_func(q, k, v, *shared_args)
+    except REFUSALS as error:
+        raise renamed(error, packed_names("kv")) from error.__cause__
 
 
 def flash_attn_qkvpacked_func(
@@ -161,9 +163,11 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """Computes `flash_attn_func` for q, k and v in qkv (batch, seqlen, 3, heads, head_dim), without copies."""
     q, k, v = unpack("qkv", qkv, 3)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    shared_args = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    try:
+        return flash_attn_func(q, k, v, *shared_args)
+    except REFUSALS as error:
+        raise renamed(error, packed_names("qkv")) from error.__cause__
 
 
 def flash_attn_varlen_func(
@@ -260,7 +264,10 @@ def flash_attn_varlen_kvpacked_func(
     """Computes `flash_attn_varlen_func` for k and v in kv (total_k, 2, heads_kv, head_dim), without copies."""
     k, v = unpack("kv", kv, 2, "total_k")
     shared_args = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *shared_args)
+    try:
+        return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *shared_args)
+    except REFUSALS as error:
+        raise renamed(error, packed_names("kv")) from error.__cause__
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -283,7 +290,7 @@ def flash_attn_varlen_qkvpacked_func(
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *shared_args)
     except REFUSALS as error:
         names = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
-        raise renamed(error, names) from error.__cause__
+        raise renamed(error, names | packed_names("qkv")) from error.__cause__
 
 
 def flash_attn_with_kvcache(

@@ -26,7 +26,16 @@ import torch
 from ...errors import ProblemError
 from ...problem.options import WindowSize
 from ..torch import check_tensor
-from .arguments import attend, lengths_of, refuse_of_version_3, row_error, rows_of_table, unpack
+from .arguments import (
+    NAMES_3,
+    attend,
+    lengths_of,
+    packed_names,
+    refuse_of_version_3,
+    row_error,
+    rows_of_table,
+    unpack,
+)
 from .combine import combine
 from .kvcache import New, over_cache, refuse_rotary_seqlens
 from .mods import later_mod_kwargs
@@ -41,6 +50,8 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
+
+_PACKED_NAMES = NAMES_3 | packed_names("qkv")
 
 
 def flash_attn_func(
@@ -206,7 +217,7 @@ def flash_attn_varlen_func(
     if isinstance(seqused_q, (int, float)):
         raise ProblemError(
             f"seqused_q={seqused_q} is a number; give a tensor (batch,) or None. If this was meant as dropout_p, take "
-            "cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
+            "cuflash.frameworks.flash_attn_interface: it has the order of flash-attn 2"
         )
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
@@ -241,9 +252,8 @@ def flash_attn_qkvpacked_func(
         q, k, v = unpack("qkv", qkv, 3)
     refuse_of_version_3(softmax_scale, (None, sm_margin), None, q_descale, k_descale, v_descale)
     mod_kwargs = later_mod_kwargs("s_aux", None, q, attention_chunk)
-    return attend(
-        q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, mod_kwargs=mod_kwargs
-    )
+    options = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    return attend(q, k, v, *options, mod_kwargs=mod_kwargs, names=_PACKED_NAMES)
 
 
 def flash_attn_combine(

@@ -9,7 +9,6 @@ arguments of JAX's function for TPUs. `export_checks` serves `jax.export`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -21,16 +20,15 @@ from ...mods.tracing.operand import is_real
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
 from ...problem.foreign import answers_foreign
-from ...problem.operands import Op, VarlenArgs
+from ...problem.operands import VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
-from ...problem.problem import Problem
 from ...problem.signatures import AttentionOptions
 from ..bool_masks import visible_in
-from . import autograd
 from .arguments import arrays_of, bias_or_mask, integers, static_keywords, window_of
-from .handlers import FORWARD, OPS, CallOptions, Shape, op_of, specs_of
+from .call import run
+from .handlers import OPS
 from .mods import mod_operands
-from .primitives import as_jax, check_not_reduced, checked_array
+from .primitives import as_jax, checked_array
 
 if jax.__version_info__ < (0, 8, 2):  # older versions fail at gradients of some arguments alone
     raise UnsupportedError(
@@ -163,6 +161,10 @@ def attention(
     ------
     ProblemError, UnsupportedError, CompileError
         As in `cuflash.forward`, while the call is traced or lowered.
+    jax.errors.JaxRuntimeError
+        On the CPU, where results are read: for wrong values of lengths, pages or rows of a cache that were traced. It
+        begins with "INVALID_ARGUMENT: ProblemError", and arguments have their names here, also in calls of the other
+        functions. Values that are not traced raise ProblemError in the call. On a GPU, values are not read.
 
     Notes
     -----
@@ -199,11 +201,11 @@ def attention(
         split_size=split_size,
     )
     if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and is_zero(dropout_p):
-        return _called(named, options, check_flag("return_lse", return_lse))
+        return run(named, options, check_flag("return_lse", return_lse))
     mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
     op, more = mod_operands(mod_args, dropout_seed, varlen_args if len(named) > 3 else (), options)
     options = options._replace(dropout_p=dropout_p)
-    return _called(named | more, options, check_flag("return_lse", return_lse), op)
+    return run(named | more, options, check_flag("return_lse", return_lse), op)
 
 
 @static_keywords
@@ -426,12 +428,12 @@ def ragged_paged_attention(
             f"q has shape {q.shape} and kv_pages {kv_pages.shape}; give (tokens, num_q_heads, head_dim) and (pages, "
             "page_size, 2 * num_kv_heads, head_dim)"
         )
-    places = "(max_num_seqs, pages_per_seq)"
+    shape_text = "(max_num_seqs, pages_per_seq)"
     if page_indices.ndim != 2:
-        raise ProblemError(f"page_indices has shape {page_indices.shape}; give {places}")
+        raise ProblemError(f"page_indices has shape {page_indices.shape}; give {shape_text}")
     most = page_indices.shape[0]
     kv_lens = integers("kv_lens", kv_lens, (most,), "(max_num_seqs,), rows of page_indices")
-    page_indices = integers("page_indices", page_indices, page_indices.shape, places)
+    page_indices = integers("page_indices", page_indices, page_indices.shape, shape_text)
     cu_q_lens = integers("cu_q_lens", cu_q_lens, (most + 1,), "(max_num_seqs + 1,)")
     num_seqs = integers("num_seqs", num_seqs, (1,), "one number of sequences")
     if sliding_window is not None and check_integer("sliding_window", sliding_window) < 1:
@@ -453,7 +455,7 @@ def ragged_paged_attention(
     left = None if sliding_window is None else sliding_window - 1
     softcap = 0.0 if soft_cap is None else soft_cap
     options = Options(softmax_scale=scale, causal=True, window_size=(left, None), softcap=softcap)
-    out = _called(named, options, False)
+    out = run(named, options, False)
     return out if v_scale is None else (out * check_scale("v_scale", v_scale)).astype(out.dtype)
 
 
@@ -490,57 +492,3 @@ def export_checks() -> list[Any]:
     from jax.export import DisabledSafetyCheck  # imported here: only exports need it
 
     return [DisabledSafetyCheck.custom_call(target) for target in OPS]
-
-
-def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | None = None) -> Any:
-    """Returns the result of a call of operands by name, in the op's order. op: None for a plain call."""
-    arrays = arrays_of(**named)
-    static = _static(tuple(named), arrays, options, op)
-    return autograd.attention(static, with_lse, *_varying_alike(static.names, arrays))
-
-
-def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, op: Op | None) -> CallOptions:
-    """Validates a call; returns all of it but its arrays."""
-    call_key = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key(), op
-    try:
-        try:
-            return _validated(*call_key)
-        except ProblemError:
-            raise
-        except (TypeError, ValueError):  # an unhashable argument: no cached result
-            return _validated.__wrapped__(*call_key)
-    except ProblemError as error:
-        axes = jax.sharding.get_abstract_mesh().manual_axes
-        if not axes:
-            raise
-        raise ProblemError(f"{error}. The shapes are of one shard, over {', '.join(map(str, axes))}") from None
-
-
-@functools.lru_cache(maxsize=4096)
-def _validated(
-    names: tuple[str, ...],
-    shapes: tuple[Shape, ...],
-    dtypes: tuple[Any, ...],
-    options: tuple[Any, ...],
-    op: Op | None,
-) -> CallOptions:
-    """Returns the options of a validated call. options: `Options.key()`, which keeps 1 and True apart."""
-    op = op or op_of(FORWARD, names)
-    return CallOptions.from_problem(
-        Problem.from_specs(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names
-    )
-
-
-def _varying_alike(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Marks arrays under shard_map as varying over the same mesh axes; JAX sums gradients over the added axes."""
-    types = [jax.typeof(x) for x in arrays]
-    # JAX up to 0.9 calls the axes `vma`.
-    varying = [frozenset(t.vma if hasattr(t, "vma") else t.manual_axis_type.varying) for t in types]
-    axes = frozenset().union(*varying)
-    alike = tuple(
-        x if varies == axes else jax.lax.pcast(x, tuple(sorted(axes - varies)), to="varying")
-        for x, varies in zip(arrays, varying, strict=True)
-    )
-    for name, x in zip(names, alike, strict=True):
-        check_not_reduced(name, x)
-    return alike

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from ...errors import REFUSALS, ProblemError, UnsupportedError
 from ...mods.tracing.operand import is_integer
@@ -27,9 +28,9 @@ NAMES = {
     "dot_product_attention": {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "causal": "is_causal",
                               "seqused_q": "query_seq_lengths", "seqused_k": "key_value_seq_lengths",
                               "window_size": "local_window_size"},
-    "ragged_paged_attention": {"kv": "kv_pages", "softmax_scale": "sm_scale", "softcap": "soft_cap",
-                               "window_size": "sliding_window", "cu_seqlens_q": "cu_q_lens", "seqused_k": "kv_lens",
-                               "page_table": "page_indices"},
+    "ragged_paged_attention": {"kv": "kv_pages", "k": "kv_pages", "v": "kv_pages", "softmax_scale": "sm_scale",
+                               "softcap": "soft_cap", "window_size": "sliding_window", "cu_seqlens_q": "cu_q_lens",
+                               "seqused_k": "kv_lens", "page_table": "page_indices"},
 }  # fmt: skip
 
 
@@ -62,6 +63,13 @@ def static_keywords(function: Call) -> Call:
 
 def _is_traced(value: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
+
+
+def is_on_host(array: Any) -> bool:
+    """True if the host may read an array's values: a NumPy array, or a JAX array on the CPU that is not traced."""
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return isinstance(array, np.ndarray) or (array.platform() == "cpu" and array.is_fully_addressable)
 
 
 def integers(name: str, array: Any, shape: Shape, axes: str) -> Any:

@@ -92,7 +92,7 @@ def refuse_cached(names: Sequence[str]) -> None:
     cached = [name for name in ("page_table", "cache_batch_idx") if name in names]
     if cached:
         raise UnsupportedError(
-            f"{cached[0]} was given and gradients are wanted, but cached keys have none, as several sequences may "
+            f"{cached[0]} was given and gradients are requested, but cached keys have none, as several sequences may "
             "share them; call it outside of jax.grad, or with jax.lax.stop_gradient of q, k and v, or gather the keys "
             "into k and v, packed (cu_seqlens_k) or one row of the batch for each sequence (seqused_k)"
         )
@@ -243,12 +243,12 @@ def _batched(
         apart -= {"sinks"}
         new_names, functions = fold_mods(names, static.functions, axis_name, length, size, is_outer, apart)
         static = static._replace(names=new_names, functions=functions)
-    results, places = [], []
+    results, out_axes = [], []
     outputs = primitive.bind(*folded, static=static)
     for operand, x, shape in zip(op.outputs, outputs, _result_shapes(op, halved(names, shapes)), strict=True):
-        places.append(0 if is_mod_operand(operand) else place(operand.name, len(shape)))
-        results.append(x.reshape(*shape[: places[-1]], size, *shape[places[-1] :]))
-    return results, places
+        out_axes.append(0 if is_mod_operand(operand) else place(operand.name, len(shape)))
+        results.append(x.reshape(*shape[: out_axes[-1]], size, *shape[out_axes[-1] :]))
+    return results, out_axes
 
 
 def _in_turn(

@@ -109,7 +109,7 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _check_pulled(dout, dlse)
+        _check_cotangents(dout, dlse)
         ops = ctx.ops
         q, k, v, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint forbids a second read
         operands = zeros_for_none(dout, out), q, k, v, out, lse, dlse, *rest
@@ -197,7 +197,7 @@ class _Gradients(Function):
         return map_gradients(call, info.batch_size, in_dims[1:8], tensors), (0, 0, 0)
 
 
-def _check_pulled(dout: torch.Tensor | None, dlse: torch.Tensor | None) -> None:
+def _check_cotangents(dout: torch.Tensor | None, dlse: torch.Tensor | None) -> None:
     """Raises for gradients of results that carry tangents, and for several gradients at once."""
     if forward_ad._current_level >= 0:
         refuse_tangents(dout=dout, dlse=dlse)

@@ -34,7 +34,9 @@ def arguments_of_flex(
             raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give (batch, heads, seqlen, head_dim)")
     heads, heads_kv = query.shape[1], key.shape[1]
     if not check_flag("enable_gqa", enable_gqa) and heads != heads_kv:
-        raise ProblemError(f"query has {heads} heads and key {heads_kv}; give enable_gqa=True to share those of key")
+        raise ProblemError(
+            f"query has {heads} heads and key {heads_kv}; give enable_gqa=True to share the heads of key"
+        )
     if return_aux is not None and not isinstance(return_aux, getattr(sys.modules.get(_TOP), "AuxRequest", ())):
         raise ProblemError(f"return_aux is {kind_of(return_aux)}; give a {_TOP}.AuxRequest, or None")
     if getattr(return_aux, "max_scores", False):

@@ -188,10 +188,10 @@ class Override:
 
     def packed_backward(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
         """Returns gradients of query, key and value, deterministic if PyTorch uses deterministic algorithms."""
-        dout, query, key, value, out, lse, *places, dropout_p, is_causal, state, _unused = arguments
+        dout, query, key, value, out, lse, *varlen, dropout_p, is_causal, state, _unused = arguments
         if _drops_all(_PACKED_BACKWARD, dropout_p):
             return self._kernels[_PACKED_BACKWARD].call_boxed(keyset, *arguments, **more)
-        keywords = _varlen_keywords(*places, is_causal=is_causal, **more) | _dropout(dropout_p, state)
+        keywords = _varlen_keywords(*varlen, is_causal=is_causal, **more) | _dropout(dropout_p, state)
         deterministic = torch.are_deterministic_algorithms_enabled()
         gradients = backward(dout, query, key, value, out, lse, deterministic=deterministic, **keywords)
         return tuple(_strided_like(x, y) for x, y in zip(gradients, (query, key, value), strict=True))

@@ -56,15 +56,15 @@ from ..torch.tensors import disabled
 from .mask_mod import mask_mod_of
 from .masks import (
     Pattern,
-    Places,
     SequenceMask,
+    VarlenKeywords,
     also_packed,
     is_recorded,
     is_traced,
     is_whole,
-    places_of_function,
-    places_of_positions,
-    places_of_static,
+    varlen_of_function,
+    varlen_of_positions,
+    varlen_of_static,
 )
 from .models import (
     EAGER,
@@ -199,8 +199,8 @@ def cuflash_attention_forward(
     bounds = None if kwargs.get("cu_seq_lens_q") is None else _bounds(kwargs)
     if isinstance(attention_mask, SequenceMask):
         if (attention_mask.shape[0], *attention_mask.shape[2:]) == sizes and bounds is None:
-            if attention_mask.places is not None and layer.is_of_heads:
-                return layer.of_places(attention_mask.places), None
+            if attention_mask.varlen is not None and layer.is_of_heads:
+                return layer.of_varlen(attention_mask.varlen), None
             if (keywords := attention_mask.as_function(query.shape[1])) is not None:
                 return layer.whole(**keywords), None
         attention_mask = attention_mask.whole()
@@ -221,11 +221,11 @@ def cuflash_attention_forward(
         keywords |= {f"max_seqlen_{side}": _in_host_memory(kwargs.get(f"max_length_{side}")) for side in "qk"}
         longest = keywords["max_seqlen_k"] or key.shape[2]
         window = _keys_before(module, 1, longest, causal, sliding_window)
-        return layer.of_places(Places(keywords, causal, None if window < 0 else window + 1)), None
+        return layer.of_varlen(VarlenKeywords(keywords, causal, None if window < 0 else window + 1)), None
     window = _keys_before(module, query.shape[2], key.shape[2], causal, sliding_window)
-    packed = places_of_positions(kwargs.get("position_ids"), *sizes)
+    packed = varlen_of_positions(kwargs.get("position_ids"), *sizes)
     if packed is not None:
-        return layer.of_places(packed._replace(causal=causal, window=None if window < 0 else window + 1)), None
+        return layer.of_varlen(packed._replace(causal=causal, window=None if window < 0 else window + 1)), None
     return layer.whole(causal=causal, window_size=(window, -1)), None
 
 
@@ -263,7 +263,7 @@ class _Layer(NamedTuple):
         q, k, v = (x.transpose(1, 2) for x in (self.query, self.key, self.value))
         return self._attention(q, k, v, masks).contiguous()
 
-    def of_places(self, places: Places) -> torch.Tensor:
+    def of_varlen(self, varlen: VarlenKeywords) -> torch.Tensor:
         """Computes rows that hold variable-length sequences."""
         if not self.is_of_heads:
             raise UnsupportedError(
@@ -272,13 +272,13 @@ class _Layer(NamedTuple):
                 f"{SDPA}"
             )
         q, k, v = (x.transpose(1, 2) for x in (self.query, self.key, self.value))
-        window = -1 if places.window is None else places.window - 1
+        window = -1 if varlen.window is None else varlen.window - 1
         shape = q.shape[:3]
-        if "cu_seqlens_q" in places.keywords:
+        if "cu_seqlens_q" in varlen.keywords:
             q = q.flatten(0, 1)
-        if "cu_seqlens_k" in places.keywords:
+        if "cu_seqlens_k" in varlen.keywords:
             k, v = k.flatten(0, 1), v.flatten(0, 1)
-        out = self._attention(q, k, v, {"causal": places.causal, "window_size": (window, -1), **places.keywords})
+        out = self._attention(q, k, v, {"causal": varlen.causal, "window_size": (window, -1), **varlen.keywords})
         return out.contiguous().view(*shape, -1)
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
@@ -389,15 +389,15 @@ def cuflash_mask(
         return mask
     padding = None if whole else attention_mask
     shape = kwargs["batch_size"], 1, seqlen_q, kv_length
-    places = places_of_function(mask_function, padding, seqlen_q, kv_offset, kv_length, ends)
+    varlen = varlen_of_function(mask_function, padding, seqlen_q, kv_offset, kv_length, ends)
     device = _device(attention_mask, offset, kwargs.get("device"))
     if padding is not None and padding.shape[1] < end:
         padding = torch.nn.functional.pad(padding, (0, end - padding.shape[1]))
     mask_mod = mask_mod_of(mask_function, padding, None if ends else offset, kv_offset, device)
-    if places is None and is_static and isinstance(kwargs.get("q_offset"), torch.Tensor):
+    if varlen is None and is_static and isinstance(kwargs.get("q_offset"), torch.Tensor):
         used = int(offset) + seqlen_q - kv_offset
-        places = places_of_static(Pattern.from_function(mask_function), attention_mask, kv_offset, used, shape, device)
-    return SequenceMask.create(places, shape, device, make, mask_mod)
+        varlen = varlen_of_static(Pattern.from_function(mask_function), attention_mask, kv_offset, used, shape, device)
+    return SequenceMask.create(varlen, shape, device, make, mask_mod)
 
 
 def _device(attention_mask: torch.Tensor | None, offset: Any, device: Any) -> torch.device:

@@ -64,7 +64,7 @@ class Pattern(NamedTuple):
         return whole
 
 
-class Places(NamedTuple):
+class VarlenKeywords(NamedTuple):
     """Bounds of the sequences in the flattened rows of a batch, as keywords of `attention`."""
 
     keywords: dict[str, Any]
@@ -72,8 +72,8 @@ class Places(NamedTuple):
     window: int | None = None
 
 
-def places_of_packed(ids: Tensor, pattern: Pattern) -> Places:
-    """Returns the places of rows that hold several sequences: a new one begins where the id (batch, seqlen) changes.
+def varlen_of_packed(ids: Tensor, pattern: Pattern) -> VarlenKeywords:
+    """Returns the bounds of rows that hold several sequences: a new one begins where the id (batch, seqlen) changes.
 
     The host waits for the device.
     """
@@ -81,11 +81,11 @@ def places_of_packed(ids: Tensor, pattern: Pattern) -> Places:
     bounds = pad(begins, (0, 1), value=ids.numel()).int()
     longest = int(bounds.diff().max())
     keywords = {f"cu_seqlens_{side}": bounds for side in "qk"} | {f"max_seqlen_{side}": longest for side in "qk"}
-    return Places(keywords, pattern.causal, pattern.window)
+    return VarlenKeywords(keywords, pattern.causal, pattern.window)
 
 
-def places_of_padded(padding_mask: Tensor, seqlen_q: int, pattern: Pattern) -> Places | None:
-    """Returns the places of rows with padding before and behind their tokens; None if it also lies between them.
+def varlen_of_padded(padding_mask: Tensor, seqlen_q: int, pattern: Pattern) -> VarlenKeywords | None:
+    """Returns the bounds of rows with padding before and behind their tokens; None if it also lies between them.
 
     padding_mask (batch, seqlen_k) is True where a key counts. The last causal query is at the last key, and causal
     queries at padding become 0. The host waits for the device.
@@ -99,34 +99,34 @@ def places_of_padded(padding_mask: Tensor, seqlen_q: int, pattern: Pattern) -> P
         before = seqlen_k - seqlen_q
         begin, end = ((x - before).clamp(0, seqlen_q) for x in (first, first + used))
         keywords |= _ranges("q", begin, end - begin, seqlen_q)
-    return Places(keywords, pattern.causal, pattern.window)
+    return VarlenKeywords(keywords, pattern.causal, pattern.window)
 
 
-def places_of_function(
+def varlen_of_function(
     mask_function: Any, padding: Tensor | None, seqlen_q: int, kv_offset: int, seqlen_k: int, ends: bool
-) -> Places | None:
-    """Returns the places of the sequences if a mask only separates them; None for other masks, and for none."""
+) -> VarlenKeywords | None:
+    """Returns the bounds of the sequences if a mask only separates them; None for other masks, and for none."""
     pattern = None if mask_function is None else Pattern.from_function(mask_function)
     if pattern is None or (pattern.causal and not ends):
         return None
     if pattern.packed is not None:
         is_plain = padding is None and pattern.packed.shape[1] == seqlen_q == seqlen_k
-        return places_of_packed(pattern.packed, pattern) if is_plain else None
+        return varlen_of_packed(pattern.packed, pattern) if is_plain else None
     end = kv_offset + seqlen_k
     if padding is None or padding.shape[1] < end:
         return None
-    return places_of_padded(padding[:, kv_offset:end].bool(), seqlen_q, pattern)
+    return varlen_of_padded(padding[:, kv_offset:end].bool(), seqlen_q, pattern)
 
 
-def places_of_static(
+def varlen_of_static(
     pattern: Pattern | None,
     padding_mask: Tensor | None,
     begin: int,
     used: int,
     shape: tuple[int, ...],
     device: torch.device,
-) -> Places | None:
-    """Returns the places of causal queries that end at key `used` of a larger cache, or None if padding hides some.
+) -> VarlenKeywords | None:
+    """Returns the bounds of causal queries that end at key `used` of a larger cache, or None if padding hides some.
 
     padding_mask (batch, positions) is True where a key counts; the cache holds positions from `begin` on. shape:
     (batch, 1, seqlen_q, seqlen_k). The host waits for the device.
@@ -139,7 +139,7 @@ def places_of_static(
     ):
         return None
     keywords = {"seqused_k": torch.full((batch,), used, dtype=torch.int32, device=device)}
-    return Places(keywords, True, pattern.window)
+    return VarlenKeywords(keywords, True, pattern.window)
 
 
 def _ranges(side: str, first: Tensor, used: Tensor, seqlen: int) -> dict[str, Any]:
@@ -150,11 +150,13 @@ def _ranges(side: str, first: Tensor, used: Tensor, seqlen: int) -> dict[str, An
     return {f"cu_seqlens_{side}": bounds, f"seqused_{side}": used.int(), f"max_seqlen_{side}": seqlen}
 
 
-_last_visible: list[tuple[Any, int, Places | None]] = []  # the last position_ids, their version, and their places
+_last_visible: list[
+    tuple[Any, int, VarlenKeywords | None]
+] = []  # the last position_ids, their version, and their bounds
 
 
-def places_of_positions(position_ids: Any, batch: int, seqlen_q: int, seqlen_k: int) -> Places | None:
-    """Returns the places of the sequences of a single row whose positions start again; None for one sequence.
+def varlen_of_positions(position_ids: Any, batch: int, seqlen_q: int, seqlen_k: int) -> VarlenKeywords | None:
+    """Returns the bounds of the sequences of a single row whose positions start again; None for one sequence.
 
     With a new cache transformers makes no mask of packed rows. All layers get one tensor, which is read once.
     """
@@ -164,15 +166,15 @@ def places_of_positions(position_ids: Any, batch: int, seqlen_q: int, seqlen_k: 
         return None
     # Inference-mode tensors have no version counter, so changes to them would go unnoticed.
     version = -1 if position_ids.is_inference() else position_ids._version
-    for mask, at_version, places in _last_visible:
+    for mask, at_version, varlen in _last_visible:
         if mask() is position_ids and at_version == version >= 0:
-            return places
+            return varlen
     is_first = position_ids == position_ids.min()
     is_first[:, 0] = True
     several = bool(is_first[:, 1:].any())
-    places = places_of_packed(is_first.cumsum(1), Pattern()) if several else None
-    _last_visible[:] = [(weakref.ref(position_ids), version, places)]
-    return places
+    varlen = varlen_of_packed(is_first.cumsum(1), Pattern()) if several else None
+    _last_visible[:] = [(weakref.ref(position_ids), version, varlen)]
+    return varlen
 
 
 _ABOUT = frozenset(
@@ -196,22 +198,22 @@ class SequenceMask(Tensor):
     Layers pass their masks on, and a few read them or cut them to the number of keys. A mask of 32k tokens has 1 GB.
     """
 
-    places: Places | None
+    varlen: VarlenKeywords | None
     _make: Callable[[], Tensor]
     _mask_mod: Callable[..., Any]
 
     @staticmethod
     def create(
-        places: Places | None,
+        varlen: VarlenKeywords | None,
         shape: tuple[int, ...],
         device: Any,
         make: Callable[[], Tensor],
         mask_mod: Callable[..., Any],
     ) -> SequenceMask:
-        """Builds a mask. places: None if it does more than separate sequences. mask_mod: the mask as a function."""
+        """Builds a mask. varlen: None if it does more than separate sequences. mask_mod: the mask as a function."""
         # Zeros: code that reads this memory past `__torch_function__` sees no key, instead of other sequences' keys.
         mask: Any = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(SequenceMask)
-        mask.places, mask._make, mask._mask_mod = places, make, mask_mod
+        mask.varlen, mask._make, mask._mask_mod = varlen, make, mask_mod
         return mask  # type: ignore[no-any-return]
 
     def whole(self) -> Tensor:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ..graph.graph import Node, post_order, variable
 from ..graph.linear import linear
-from ..graph.simplify import build, rebuilt, transform
+from ..graph.simplify import build, cast, is_exponential, rebuilt, transform
 
 _UNIT = ("tanh", "erf", "sign")  # absolute value at most 1
 _SELECTIONS = ("minimum", "maximum", "fmin", "fmax", "where")  # the result is one of the last two arguments
@@ -49,7 +49,7 @@ def _bound(x: Node, parts: list[float]) -> float:
 
 def _makes_nan(x: Node, parts: list[float]) -> bool:
     """True if a value may be NaN while none of its arguments is NaN."""
-    if not x.type.is_float or x.op == "input" or x.op in _PASS_NAN_ON:
+    if not x.type.is_float or x.op == "input" or x.op in _PASS_NAN_ON or is_exponential(x):
         return False
     if x.op == "constant":
         return math.isnan(x.value)
@@ -79,7 +79,11 @@ def _without_absolute(x: Node, arguments: list[Node]) -> Node:
     sign = sign_of(x.arguments[0]) if x.op == "absolute" else 0
     if sign == 0:
         return rebuilt(x, arguments)
-    return arguments[0] if sign > 0 else build("negative", arguments[0])
+    number = arguments[0]
+    if number.op == "cast" and sign < 0:
+        # The integer is negated, because -0.0 is not 0.
+        return cast(build("negative", number.arguments[0]), number.type)
+    return number if sign > 0 else build("negative", number)
 
 
 def sign_of(x: Node) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from ..graph.affine import from_linear
 from ..graph.graph import MAX_INDEX, Node, node, post_order, variable
 from ..graph.linear import LinearForm, linear
 from ..graph.operations import COMPARISONS, DIVISIONS, ROUNDING, Type
-from ..graph.simplify import build, cast, constant, has_inverse, rebuilt, transform
+from ..graph.simplify import build, cast, constant, has_inverse, is_exponential, rebuilt, transform
 
 # The inputs of the three stages. A key is the first key of the tile plus a column. Kernels unroll their loops over
 # columns, so the compiler sees a column as a constant.
@@ -35,6 +36,8 @@ _FLOAT_COLUMN = cast(COLUMN, Type.FLOAT32)
 SUMS = {"add", "subtract", "multiply", "negative", "left_shift"}
 # Operations that turn a small difference into a large one.
 _SHARP = {*COMPARISONS, *ROUNDING, *DIVISIONS, "sign"}
+# Operations whose divisor, argument or base must have the right sign if it is zero.
+_OF_SIGNED_ZEROS = {"divide", "power", "rsqrt", *DIVISIONS}
 # A sum: the row's part under the key None, and the factors of the element's nodes.
 _Parts = dict[Node | None, Node]
 
@@ -63,19 +66,34 @@ def _sharp(roots: Iterable[Node]) -> set[Node]:
     return sharp
 
 
+def _signed(roots: Iterable[Node]) -> set[Node]:
+    """Returns the floats whose zeros may need the right sign, such as divisors."""
+    signed: set[Node] = set()
+    for each in reversed(post_order(roots)):
+        if not each.type.is_float:
+            continue
+        if each in signed:
+            signed.update(each.arguments)
+        elif each.op in _OF_SIGNED_ZEROS:
+            signed.add(each.arguments[0 if each.op == "power" else -1])
+    return signed
+
+
 def _with_columns(roots: Sequence[Node]) -> list[Node]:
     """Rewrites keys as sums of the tile's first key and a column, and shares integers of a row."""
-    sharp = _sharp(roots)
+    sharp, signed = _sharp(roots), _signed(roots)
 
     def rule(x: Node, arguments: list[Node]) -> Node:
         if x.op == "input" and x.value == "k_idx":
             return KEY
         if x.op == "divide" and x.type == Type.FLOAT32 and x not in sharp:
             return _quotient(*arguments)
+        if x.op == "power" and x.type == Type.FLOAT32:
+            return _exact_power(*arguments) if x in sharp else _approximate(rebuilt(x, arguments))
         if x.op in COMPARISONS and arguments[0].type.is_integer:
             return _comparison(x.op, *arguments)
         if x.op == "cast" and x.type == Type.FLOAT32 and arguments[0].type.is_integer:
-            return _to_float(arguments[0])
+            return _to_float(arguments[0], x in signed)
         return _integer_sum(rebuilt(x, arguments))
 
     return transform(roots, rule)
@@ -86,6 +104,22 @@ def _quotient(x: Node, y: Node) -> Node:
     if has_inverse(y) if y.op == "constant" else stage_of(y) < stage_of(x):
         return build("multiply", x, build("divide", constant(1.0), y))
     return build("divide", x, y)
+
+
+def _exact_power(base: Node, exponent: Node) -> Node:
+    """Returns a float32 power that is computed in float64 and rounded once: it is exact if float32 holds the power.
+
+    Powers in float32 may be off by several units in the last place, so that 10.0 ** j == 1000.0 may be false.
+    """
+    return cast(build("power", cast(base, Type.FLOAT64), cast(exponent, Type.FLOAT64)), Type.FLOAT32)
+
+
+def _approximate(x: Node) -> Node:
+    """Returns a power of a constant as a faster exponential; other nodes unchanged."""
+    if not is_exponential(x):
+        return x
+    base, exponent = x.arguments
+    return build("exp2", build("multiply", exponent, constant(math.log2(base.value))))
 
 
 def _form(x: Node) -> tuple[LinearForm, int] | None:
@@ -137,11 +171,15 @@ def _is_of_indices(x: Node, y: Node, limit: Node) -> bool:
     return is_wide and all(each.op != "load" for each in post_order([x, y]))
 
 
-def _to_float(x: Node) -> Node:
+def _to_float(x: Node, is_signed: bool) -> Node:
     """Returns float(x) as the sum of a float of the row and a float that the compiler folds to a constant.
 
-    It is exact below 2^24, and it costs no conversion.
+    It is exact below 2^24, and it costs no conversion. is_signed: a zero must be 0.0, and not -0.0.
     """
+    if x.op in ("absolute", "negative") and x.bounds[0] > x.type.limits[0]:
+        # The operation costs nothing for floats, but a negation returns -0.0 for 0. None that may wrap is exchanged.
+        argument = _to_float(x.arguments[0], is_signed)
+        return build("subtract", constant(0.0), argument) if x.op == "negative" and is_signed else build(x.op, argument)
     parts = _form(x)
     if parts is None or abs(parts[1]) * MAX_COLUMN >= 2**24:
         return cast(x, Type.FLOAT32)

@@ -37,6 +37,7 @@ _FLOAT_FUNCTIONS = {
     "expm1": "expm1f",
     "log": "logf",
     "log2": "log2f",
+    "log10": "log10f",
     "log1p": "log1pf",
     "sqrt": "sqrtf",
     "rsqrt": "rsqrtf",
@@ -75,6 +76,15 @@ _DOUBLE = {
     "floor_divide": "[](double x, double y) {{ if (y == 0.0) return x / y; const double r = fmod(x, y); "
     "const double below = r != 0.0 && (r < 0.0) != (y < 0.0) ? 1.0 : 0.0, quotient = (x - r) / y - below; "
     "const double whole = floor(quotient); return quotient - whole > 0.5 ? whole + 1.0 : whole; }}({0}, {1})",
+}
+# Roundings to 16 bits, of ties to even. Numbers below the normal ones of float16 are multiples of 2^-24, as is 0.5.
+_SHORT = {
+    "as_bfloat16": "[](float x) {{ const unsigned bits = __float_as_uint(x); return x == x ? "
+    "__uint_as_float((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u) : x; }}({0})",
+    "as_float16": "[](float x) {{ const float size = fabsf(x); const unsigned bits = __float_as_uint(x); "
+    "if (size < 0x1p-14f) return copysignf(__fsub_rn(__fadd_rn(size, 0.5f), 0.5f), x); "
+    "return size < 65520.0f ? __uint_as_float((bits + 0xfffu + (bits >> 13 & 1u)) & 0xffffe000u) "
+    ": x * __uint_as_float(0x7f800000u); }}({0})",
 }
 _UNSIGNED = {
     "right_shift": "{1} < 64ull ? {0} >> {1} : 0ull",
@@ -126,7 +136,7 @@ def expression(x: Node, arguments: list[str], is_exact: bool) -> str:
 def _operation(x: Node, kind: Type, arguments: list[str]) -> str:
     """Returns an operation of arguments that all have this type."""
     is_float = kind.is_float
-    special = {Type.FLOAT64: _DOUBLE, Type.UINT64: _UNSIGNED}.get(kind, {}).get(x.op)
+    special = {Type.FLOAT32: _SHORT, Type.FLOAT64: _DOUBLE, Type.UINT64: _UNSIGNED}.get(kind, {}).get(x.op)
     if special is not None:
         return special.format(*arguments)
     if x.op in _DIVISIONS and not is_float:

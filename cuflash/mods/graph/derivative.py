@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .graph import Node, post_order
-from .operations import Type
+from .operations import SHORT_FLOATS, Type
 from .precision import settled
 from .simplify import build, cast, constant, has_inverse
 
@@ -138,6 +138,7 @@ _SLOPES: dict[str, Callable[[Node], Node]] = {
     "expm1": lambda node: build("add", node, constant(1.0)),
     "log": lambda node: _inverse(node.arguments[0]),
     "log2": lambda node: build("divide", constant(1 / math.log(2)), node.arguments[0]),
+    "log10": lambda node: build("divide", constant(1 / math.log(10)), node.arguments[0]),
     "log1p": lambda node: _inverse(build("add", node.arguments[0], constant(1.0))),
     "sqrt": lambda node: build("divide", constant(0.5), node),
     "rsqrt": lambda node: _times(_times(node, _times(node, node)), -0.5),
@@ -186,7 +187,8 @@ def _modulus_part(divide: str) -> Callable[[Node, Node], Node]:
 
 # Adjoints of the arguments of other operations, as functions of the node and its adjoint.
 _PARTS: dict[str, tuple[Callable[[Node, Node], Node], ...]] = {
-    "cast": (_same,),  # between floats; other casts are not live
+    # Between floats, as other casts are not live. The rounding to 16 bits passes its derivative on.
+    **dict.fromkeys(("cast", *SHORT_FLOATS), (_same,)),
     "negative": (_opposite,),
     "add": (_same, _same),
     "subtract": (_same, _opposite),

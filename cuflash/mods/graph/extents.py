@@ -15,6 +15,7 @@ from .operations import COMPARISONS, Function, Type
 GROWING = {"add", "subtract", "multiply", "negative", "absolute", "left_shift", "floor_divide", "truncated_divide"}
 MOST_BITS = 63
 _LENGTH_OF = {"q_idx": "seqlen_q", "k_idx": "seqlen_k"}  # every index is below its length
+_GREATEST = Type.INT32.limits[1]
 WHOLE_FLOATS = 2**24  # up to it float32 holds every integer
 
 
@@ -145,7 +146,8 @@ def leaves_int64(op: str, args: list[Node]) -> bool:
 
 def _is_unbounded(x: Node) -> bool:
     is_loaded = x.op == "load" or (x.op == "cast" and x.arguments[0].type.is_float)
-    return is_loaded and not x.type.is_float and x.ends[1] >= Type.INT32.limits[1]
+    # A float that is small or NaN becomes a small integer or the least one.
+    return is_loaded and not x.type.is_float and (x.ends[1] >= _GREATEST or x.ends[0] < -_GREATEST)
 
 
 def is_wide(x: Node) -> bool:

@@ -130,6 +130,19 @@ def _erf(x: Any) -> Any:
     return np.vectorize(math.erf, otypes=[np.float64])(x).astype(np.asarray(x).dtype)
 
 
+def _as_float16(x: Any) -> Any:
+    return np.asarray(x).astype(np.float16).astype(np.asarray(x).dtype)
+
+
+def _as_bfloat16(x: Any) -> Any:
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    # To the nearest number with 16 bits less, and to the even one of two.
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(x), x, rounded.view(np.float32)).astype(np.asarray(x).dtype)
+
+
+# Roundings of float32 to floats of 16 bits; the result is float32 again.
+SHORT_FLOATS: dict[str, Function] = {"as_float16": _as_float16, "as_bfloat16": _as_bfloat16}
 # Operations of floats; other arguments become floats first.
 FLOATING: dict[str, Function] = {
     "exp": np.exp,
@@ -137,6 +150,7 @@ FLOATING: dict[str, Function] = {
     "expm1": np.expm1,
     "log": np.log,
     "log2": np.log2,
+    "log10": np.log10,
     "log1p": np.log1p,
     "sqrt": np.sqrt,
     "rsqrt": _rsqrt,
@@ -186,7 +200,7 @@ LOGIC: dict[str, Function] = {"logical_not": np.logical_not}
 EQUIVALENT: dict[str, Function] = {"alike": lambda by_query, by_key: by_query}
 
 NUMPY: dict[str, Function] = (
-    FLOATING | ROUNDING | ARITHMETIC | BITS | COMPARISONS | LOGIC | EQUIVALENT | {"where": np.where}
+    FLOATING | SHORT_FLOATS | ROUNDING | ARITHMETIC | BITS | COMPARISONS | LOGIC | EQUIVALENT | {"where": np.where}
 )
 # Operations that have another name for bools, as in NumPy, torch and JAX.
 BOOL_FORMS = {
@@ -203,4 +217,4 @@ COMMUTATIVE = {
     *("bitwise_and", "bitwise_or", "bitwise_xor", "equal", "not_equal"),
 }
 # The operations of one argument; `where` has three, and all others have two.
-UNARY = {*FLOATING, *ROUNDING, *LOGIC, "negative", "absolute", "invert"} - {"divide", "power"}
+UNARY = {*FLOATING, *SHORT_FLOATS, *ROUNDING, *LOGIC, "negative", "absolute", "invert"} - {"divide", "power"}

@@ -26,6 +26,7 @@ from .operations import (
     FLOATING,
     NUMPY,
     ROUNDING,
+    SHORT_FLOATS,
     Type,
     common_type,
     converted,
@@ -66,8 +67,6 @@ def cast(x: Node, type: Type) -> Node:
             return constant(converted(x.type.numpy(x.value), type.numpy), type)
     if type == BOOL:
         return build("not_equal", x, constant(0, x.type))
-    if type == FLOAT32 and x.type.is_integer and x.op in ("absolute", "negative") and _is_inside(x):
-        return build(x.op, cast(x.arguments[0], FLOAT32))  # the operation costs nothing for floats
     range = extent = None
     if not type.is_float and x.range is not None and x.extent is not None:
         range = x.range if is_inside(x.range, type) else None
@@ -86,11 +85,6 @@ def number_in(x: Node) -> float | None:
     """Returns the value of a float that is a number of Python or NumPy, else None."""
     x = x.arguments[0] if x.op == "cast" else x
     return x.value if x.op == "constant" and x.type.is_float else None
-
-
-def _is_inside(x: Node) -> bool:
-    """True if -x does not wrap."""
-    return x.bounds[0] > x.type.limits[0]
 
 
 def build(op: str, *arguments: Node, grows: bool = True) -> Node:
@@ -126,6 +120,8 @@ def _float_type(args: Iterable[Node]) -> Type:
 
 def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
     """Returns the operation, its arguments after casts, their type, and the type of the result."""
+    if op in SHORT_FLOATS:
+        return op, [cast(args[0], FLOAT32)], FLOAT32, FLOAT32
     if op in FLOATING or op in ROUNDING:
         type = _float_type(args)
         return op, [cast(each, type) for each in args], type, type
@@ -165,9 +161,13 @@ def _unsigned(op: str, args: list[Node]) -> tuple[list[Node], Type]:
     if all(x.type != UINT64 or is_inside(x.ends, INT64) for x in args):
         args = [cast(x, INT64) if x.type == UINT64 else x for x in args]
         return args, common_type(x.type for x in args)
+    is_signed = any(x.ends[0] < 0 for x in (args[:1] if op == "right_shift" else args))
+    large = next((x.value for x in args if x.op == "constant" and x.type == UINT64), None)
+    if large is not None and (is_signed or op not in _UNSIGNED):
+        raise ProblemError(f"{op} with {large}; integers are int64, up to {2**63 - 1}: write a smaller one, or a float")
     if op not in _UNSIGNED:
         raise ProblemError(f"{op} of uint64, which may leave its 64 bits; {_AS_INT64}")
-    if any(x.ends[0] < 0 for x in (args[:1] if op == "right_shift" else args)):
+    if is_signed:
         raise ProblemError(f"{op} of uint64 and of an integer that may be negative; {_AS_INT64}")
     return [cast(x, UINT64) for x in args], UINT64
 
@@ -243,6 +243,8 @@ def _simplified_unary(op: str, x: Node, type: Type) -> Node | None:
     arguments = x.arguments
     if op in ("logical_not", "negative", "invert") and x.op == op:
         return arguments[0]
+    if op in SHORT_FLOATS and x.op == op:
+        return x
     if op == "absolute" and not type.is_float and x.bounds[0] >= 0:
         return x
     if op == "negative" and not type.is_float and x.op == "subtract":
@@ -274,14 +276,24 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _simplified_power(x: Node, y: Node) -> Node | None:
+    # As in PyTorch, x ** 0.5 is sqrt(x): NaN for -inf.
     if y.op == "constant" and y.value in (2.0, 3.0):
         square = build("multiply", x, x)
         return square if y.value == 2.0 else build("multiply", square, x)
     if y.op == "constant" and y.value in (0.5, -0.5):
         return build("sqrt" if y.value > 0 else "rsqrt", x)
-    if x.op == "constant" and x.value > 0 and math.isfinite(x.value):
+    if x.op == "constant" and x.value == 1:
+        return x
+    # The product is exact for a power of two. For other bases, it is not: 10.0 ** 3 would not be 1000.
+    if x.op == "constant" and x.value > 0 and _is_power_of_two(x.value):
         return build("exp2", build("multiply", y, constant(math.log2(x.value), x.type)))
     return None
+
+
+def is_exponential(x: Node) -> bool:
+    """True for a power of a positive constant."""
+    base = x.arguments[0] if x.op == "power" else x
+    return base is not x and base.op == "constant" and 0 < base.value < math.inf
 
 
 def _decided(op: str, x: Node, y: Node) -> Node | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NoReturn
 
@@ -48,9 +48,9 @@ class TracedArray(Traced):
         array: CapturedArray,
         arrays: Arrays,
         indices: Sequence[Node | None] | None = None,
-        type: Type | None = None,
+        casts: Sequence[Callable[[Any], Any]] = (),
     ) -> None:
-        self._captured, self._arrays, self._type = array, arrays, type or array.type
+        self._captured, self._arrays, self._casts = array, arrays, tuple(casts)
         self._indices = [None] * len(array.shape) if indices is None else list(indices)
         self.shape = tuple(n for n, index in zip(array.shape, self._indices, strict=True) if index is None)
         self.ndim = len(self.shape)
@@ -65,7 +65,8 @@ class TracedArray(Traced):
             )
         indices = [index for index in self._indices if index is not None]
         number, extent = self._arrays.number_of(self._captured), extent_of_dtype(self._captured.dtype)
-        return cast(load(number, self._captured.type, indices, extent), self._type)
+        element = load(number, self._captured.type, indices, extent)
+        return reduce(lambda node, cast_to: cast_to(TracedScalar(node)).node, self._casts, element)
 
     @property
     def dtype(self) -> Any:
@@ -125,9 +126,12 @@ class TracedArray(Traced):
 
     def _whole(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """Calls a method of an array with axes that casts it or changes nothing."""
-        probe = TracedScalar(constant(0, self._type))
-        cast_to = called(name, [probe, *arguments], keywords).node.type
-        return TracedArray(self._captured, self._arrays, self._indices, cast_to)
+
+        def cast_to(element: TracedScalar) -> Any:
+            return called(name, [element, *arguments], keywords)
+
+        cast_to(TracedScalar(constant(0, self._captured.type)))  # raises the errors of the call in its line
+        return TracedArray(self._captured, self._arrays, self._indices, [*self._casts, cast_to])
 
     def __getitem__(self, key: Any) -> TracedArray:
         keys = list(key) if isinstance(key, tuple) else [key]
@@ -141,7 +145,7 @@ class TracedArray(Traced):
         for axis, each in zip(free, keys, strict=False):
             if not (isinstance(each, slice) and each == slice(None)):
                 indices[axis] = self._index(axis, each)
-        return TracedArray(self._captured, self._arrays, indices, self._type)
+        return TracedArray(self._captured, self._arrays, indices, self._casts)
 
     def _index(self, axis: int, key: Any) -> Node:
         if key is None or isinstance(key, slice):

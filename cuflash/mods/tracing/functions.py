@@ -9,17 +9,18 @@ from typing import Any
 
 from ...errors import ProblemError
 from ..graph.extents import is_inside, leaves_int64
-from ..graph.float_ranges import rounded_range
+from ..graph.float_ranges import is_rounded_to_int32
 from ..graph.graph import Node
 from ..graph.operations import COMPARISONS, FLOATING, ROUNDING, UNARY, Type
 from ..graph.simplify import build, cast, constant
-from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, type_of_cast
+from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, name_of_dtype, type_of_cast
 from .promotion import of_whole_number, promoted
 
 BOOL, INT32, INT64, FLOAT32, UINT64, FLOAT64 = Type
 MAX_EXPONENT = 8  # of integer powers, which become products
 # exp(60) makes a sigmoid below 1e-26, and the derivative stays finite.
 MAX_EXP = 60.0
+_ROUNDINGS = {"float16": "as_float16", "half": "as_float16", "bfloat16": "as_bfloat16"}
 _DEVICES = ("cpu", "cuda", "gpu", "meta", "mps", "xpu", "tpu")
 
 
@@ -56,8 +57,9 @@ def _integer_power(base: Node, exponent: Node) -> Node:
 
 
 def to_type(value: Any, dtype: Any) -> Node:
-    """Casts a value to the type of a dtype of any library."""
-    return cast(as_node(value), type_of_cast(dtype))
+    """Casts a value to the type of a dtype of any library. Floats of 16 bits are float32, rounded to 16 bits."""
+    node, rounding = cast(as_node(value), type_of_cast(dtype)), _ROUNDINGS.get(name_of_dtype(dtype))
+    return node if rounding is None else build(rounding, node)
 
 
 def _logical(op: str) -> Callable[[Any, Any], Node]:
@@ -148,10 +150,6 @@ def _select_n(which: Any, *cases: Any) -> Node:
 def _log(x: Any, base: Any = None) -> Node:
     logarithm = operation("log", x)
     return logarithm if base is None else operation("divide", logarithm, operation("log", base))
-
-
-def _log10(x: Any) -> Node:
-    return operation("multiply", operation("log2", x), math.log10(2))
 
 
 def _tan(x: Any) -> Node:
@@ -245,7 +243,7 @@ def _fill(value: float) -> Callable[..., Node]:
 def _full(x: Any, shape: Any, value: Any, *_: Any, dtype: Any = None, **__: Any) -> Node:
     if tuple(shape if isinstance(shape, Sequence) else (shape,)) not in ((), (1,)):
         raise fault(f"an array of shape {shape} is made inside the function; make it before the call, and refer to it")
-    return _filled(value, as_node(x).type) if dtype is None else cast(as_node(value), type_of_cast(dtype))
+    return _filled(value, as_node(x).type) if dtype is None else to_type(value, dtype)
 
 
 def _like(value: float) -> Callable[..., Node]:
@@ -264,6 +262,10 @@ def _cast(type: Type) -> Callable[..., Node]:
     return lambda x, *_, **__: cast(as_node(x), type)
 
 
+def _short(name: str) -> Callable[..., Node]:
+    return lambda x, *_, **__: to_type(x, name)
+
+
 def as_integer(op: str) -> Callable[[Any], Node]:
     """Returns an operation that rounds to integers, as Python's numbers do. Only bounded floats become int32."""
 
@@ -271,7 +273,7 @@ def as_integer(op: str) -> Callable[[Any], Node]:
         node = operation(op, x)
         if not node.type.is_float:
             return cast(node, INT32) if node.type == BOOL else node
-        return cast(node, INT32 if rounded_range(node, INT64) == rounded_range(node, INT32) else INT64)
+        return cast(node, INT32 if is_rounded_to_int32(node) else INT64)
 
     return rounded
 
@@ -334,7 +336,6 @@ _OTHERS: dict[str, Callable[..., Node]] = {
     "round": _round,
     "around": _round,
     "log": _log,
-    "log10": _log10,
     "tan": _tan,
     "square": _square,
     "reciprocal": _inverse,
@@ -357,9 +358,10 @@ _OTHERS: dict[str, Callable[..., Node]] = {
     "zeros_like": _like(0),
     "ones_like": _like(1),
     "full_like": _full_like,
-    **{name: _cast(type) for name, type in {"float": FLOAT32, "float32": FLOAT32, "float16": FLOAT32, "half": FLOAT32,
-       "double": FLOAT64, "float64": FLOAT64, "bfloat16": FLOAT32, "int": INT32, "int32": INT32, "long": INT64,
+    **{name: _cast(type) for name, type in {"float": FLOAT32, "float32": FLOAT32,
+       "double": FLOAT64, "float64": FLOAT64, "int": INT32, "int32": INT32, "long": INT64,
        "int64": INT64, "bool": BOOL, "bool_": BOOL, "any": BOOL, "all": BOOL}.items()},
+    **{name: _short(name) for name in _ROUNDINGS},
     **dict.fromkeys(("clone", "detach", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "expand", "cpu",
        "cuda", "copy", "positive", "expand_dims", "ravel", "flatten", "stop_gradient", "broadcast_to"), _same),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 from contextvars import ContextVar
 from numbers import Integral, Real
@@ -116,7 +117,10 @@ def type_of_cast(dtype: Any) -> Type:
     """Returns the type of a value that is cast to a dtype of any library, or to Python's bool, int or float."""
     type = type_of_dtype(dtype)
     if (type.is_integer or type == Type.UINT64) and name_of_dtype(dtype) not in _WIDE:
-        raise fault(f"a cast to {name_of_dtype(dtype)}, which would wrap; integers are computed as int32 or int64")
+        raise fault(
+            f"a cast to {name_of_dtype(dtype)}, which would wrap; integers are computed as int32 or int64: cast to one "
+            "of these, and bound the value by & or % if it is to wrap"
+        )
     return type
 
 
@@ -124,7 +128,10 @@ def type_of_dtype(dtype: Any) -> Type:
     """Returns the type of an element that is loaded from an array of a dtype of any library."""
     name = name_of_dtype(dtype)
     if name not in _TYPES:
-        raise fault(f"{dtype} has no place in a mod; bool, integers, and floats of 16 to 64 bits have")
+        raise fault(
+            f"{dtype} has no place in a mod; bool, integers, and floats of 16 to 64 bits have: convert it before the "
+            "call"
+        )
     return _TYPES[name]
 
 
@@ -139,7 +146,10 @@ def as_node(value: Any) -> Node:
         if is_integer(value) and not -(2**63) <= value < 2**64:
             raise fault(f"{value} is no integer of 64 bits; write it as a float")
         if isinstance(value, np.floating) and value.itemsize >= 8:
-            return number_of_numpy(float(value))
+            number = float(value)
+            if value == value and number != value:
+                raise fault(f"{value!r} has more digits than float64; write np.float64(x) to round it")
+            return number_of_numpy(number)
         is_long = isinstance(value, float) and not is_float32(value)
         return constant(value, Type.FLOAT64 if is_long else None)
     if is_array(value):
@@ -150,7 +160,15 @@ def as_node(value: Any) -> Node:
             f"an array of shape {tuple(value.shape)} that the function itself made or changed meets traced values; "
             "make it before the call and refer to it, so that it is captured"
         )
-    raise fault(f"{kind_of(value)} meets traced values; numbers and arrays do")
+    raise fault(refusal(value))
+
+
+def refusal(value: Any) -> str:
+    """Returns the message for a value that no operation with a traced value takes."""
+    return (
+        f"{kind_of(value)} meets traced values; bool, int and float of Python or NumPy do, and arrays of them, but not "
+        f"{reprlib.repr(value)}: convert it before the call, as by float(x), or by np.array(x) for a list"
+    )
 
 
 def extent_of_dtype(name: str) -> Range | None:

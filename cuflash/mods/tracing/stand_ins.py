@@ -20,6 +20,8 @@ from .tracers import called
 
 # Replaces a value that was read, by the number of the parent's read, the reader, its key and the value.
 Replace = Callable[[int, Reader, Any, Any], Any]
+# The classes of NumPy that convert traced values.
+_CONVERSIONS = ("bool_", "int32", "int64", "float16", "float32", "float64")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -42,10 +44,11 @@ def stand_in(value: Any, name: str | None = None) -> Any:
         return BUILTINS.get(str(name), value)
     if name in ("finfo", "iinfo"):
         return _limits(value)
+    if isinstance(value, type):
+        is_conversion = is_name_of_dtype(str(name)) or value in np.sctypeDict.values()
+        return _conversion(value, str(name)) if is_conversion else value
     if name not in FUNCTIONS or not callable(value):
         return value
-    if isinstance(value, type):
-        return _conversion(value, name) if is_name_of_dtype(name) else value
     return Function(value, name, library)
 
 
@@ -90,6 +93,8 @@ class _Conversion(type):
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         if arguments and isinstance(arguments[0], Operand):
+            if cls.dtype_name not in FUNCTIONS:
+                raise fault(f"{cls.dtype_name}() of a traced value; {', '.join(_CONVERSIONS)} convert one")
             return called(cls.dtype_name, arguments, keywords, library_of(cls.plain))
         return cls.plain(*arguments, **keywords)
 
@@ -144,9 +149,17 @@ def _reduction(name: str) -> Callable[..., Any]:
         if join is not None:
             return functools.reduce(join, [called("bool", [each], {}) for each in arguments])
         keywords.pop("default", None)
+        if (key := keywords.pop("key", None)) is not None:
+            return functools.reduce(lambda x, y: _chosen(name, x, y, key), arguments)
         return functools.reduce(lambda x, y: called(name, [x, y], keywords), arguments)
 
     return reduction
+
+
+def _chosen(name: str, x: Any, y: Any, key: Callable[[Any], Any]) -> Any:
+    """Returns the minimum or the maximum of two values by their keys; the first one if the keys are equal."""
+    is_second = key(y) < key(x) if name == "min" else key(y) > key(x)
+    return called("where", [is_second, y, x], {}) if isinstance(is_second, Operand) else y if is_second else x
 
 
 BUILTINS: dict[str, Any] = {

@@ -114,9 +114,9 @@ def warn_if_recompiling(code: Any, name: str, graph: Graph) -> None:
 def _form(graph: Graph) -> int:
     """Returns a hash of a graph without its numbers."""
     order = post_order([graph.root])
-    places = {each: place for place, each in enumerate(order)}
+    indices = {each: index for index, each in enumerate(order)}
     nodes = [
-        (each.op, each.type, None if each.op == "constant" else each.value, *[places[x] for x in each.arguments])
+        (each.op, each.type, None if each.op == "constant" else each.value, *[indices[x] for x in each.arguments])
         for each in order
     ]
     return hash((tuple(nodes), tuple((each.dtype, len(each.shape)) for each in graph.arrays)))
@@ -190,10 +190,10 @@ def graph_of(root: Node, arrays: list[CapturedArray], kind: str, name: str) -> G
         raise ProblemError(f"{kind} {name} returned a value of type {root.type.name.lower()}; it must return {rule}")
     (root,) = settled([cast(root, SIGNATURES[kind][1])])
     numbers = list(dict.fromkeys(each.value for each in post_order([root]) if each.op == "load"))
-    places = {number: place for place, number in enumerate(numbers)}
+    indices = {number: index for index, number in enumerate(numbers)}
 
     def renumbered(x: Node, arguments: list[Node]) -> Node:
-        return load(places[x.value], x.type, arguments, x.extent) if x.op == "load" else rebuilt(x, arguments)
+        return load(indices[x.value], x.type, arguments, x.extent) if x.op == "load" else rebuilt(x, arguments)
 
     (root,) = transform([root], renumbered)
     captured = tuple(arrays[number] for number in numbers)

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import reduce
+from types import FunctionType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..graph.precision import has_digits
 from ..graph.simplify import cast, constant
 from .branches import branch_on
 from .functions import FUNCTIONS, as_integer, call, operation, tensor_where
-from .operand import Operand, as_node, fault, is_array, located
+from .operand import Operand, as_node, fault, is_array, located, refusal
 
 _BINARY = {
     "add": "add",
@@ -45,6 +46,11 @@ _COMPARISONS = {
     "eq": "equal",
     "ne": "not_equal",
 }
+# The methods that Python calls on the second operand.
+_REFLECTED = {op: f"__r{name}__" for name, op in _BINARY.items()} | {
+    **{_COMPARISONS[one]: f"__{other}__" for one, other in (("lt", "gt"), ("le", "ge"), ("gt", "lt"), ("ge", "le"))},
+    **{_COMPARISONS[name]: f"__{name}__" for name in ("eq", "ne")},
+}
 _UNARY = {"neg": "negative", "abs": "absolute", "invert": "invert"}
 # The library whose dtypes traced scalars have.
 dtypes: ContextVar[Any] = ContextVar("cuflash_dtypes", default=np)
@@ -62,15 +68,31 @@ def _as_integer(op: str) -> Callable[[Any], TracedScalar]:
 
 
 def _operator(op: str, is_exchanged: bool = False) -> Callable[[Any, Any], Any]:
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: Any, *modulus: Any) -> Any:
+        if modulus:
+            raise fault("pow(x, y, z) of a traced value is not known; x ** y % z is")
         if not isinstance(other, Operand | bool | int | float | np.generic) and not is_array(other):
-            return NotImplemented
+            return _with_stranger(op, self, other, is_exchanged)
         pair = (other, self) if is_exchanged else (self, other)
         if any(map(_is_short, pair)):
             return _map(lambda *row: TracedScalar(operation(op, *row)), [_elements(each) for each in pair])
         return TracedScalar(operation(op, *pair))
 
     return method
+
+
+def _with_stranger(op: str, x: Any, other: Any, is_exchanged: bool) -> Any:
+    """Returns the result of an operator that the other operand's class defines, or raises ProblemError.
+
+    Python would compare the identities of two operands that do not know each other. None is unequal to every number.
+    """
+    if other is None and op in ("equal", "not_equal"):
+        return op == "not_equal"
+    reflected = None if is_exchanged else getattr(type(other), _REFLECTED[op], None)
+    # Methods in C take no other classes, or ask for the value of a number.
+    if not isinstance(reflected, FunctionType) or (result := reflected(other, x)) is NotImplemented:
+        raise fault(refusal(other))
+    return result
 
 
 class _MissingError(ProblemError, AttributeError):
@@ -141,7 +163,8 @@ for _name, _op in _COMPARISONS.items():
     setattr(Traced, f"__{_name}__", _operator(_op))
 for _name, _op in _UNARY.items():
     setattr(Traced, f"__{_name}__", lambda self, op=_op: called(op, [self], {}))
-setattr(Traced, "__matmul__", lambda self, other: called("dot", [self, other], {}))  # noqa: B010
+for _name in ("__matmul__", "__rmatmul__"):  # both orders have one sum of products
+    setattr(Traced, _name, lambda self, other: called("dot", [self, other], {}))
 
 
 class TracedScalar(Traced):
@@ -271,6 +294,8 @@ _REDUCTIONS: dict[str, Callable[[Elements], Any]] = {
 def called(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], library: str = "") -> Any:
     """Calls a function of a library with traced arguments, some of which may be short arrays."""
     if not any(map(_is_short, arguments)):
+        if name == "dot":
+            raise fault("@ and dot of a traced number; they multiply arrays of one axis, and * multiplies numbers")
         return TracedScalar(call(name, arguments, keywords, library))
     values = [_elements(each) for each in arguments]
     if name == "dot":

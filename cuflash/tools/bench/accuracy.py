@@ -240,7 +240,7 @@ def _show(machine: dict[str, Any], rows: list[Errors], missing: dict[str, str]) 
                 shown.add_row(
                     *map(str, problem), output, *columns, *("–" if each is None else f"{each:.2f}" for each in ratios)
                 )
-        console.print(f"\n{op}: root mean square of the error to that of the output, against float64", shown)
+        console.print(f"\n{op}: root mean square of the error, relative to the output, against float64", shown)
     for row in rows:
         if row.note or (row.ours and is_bad(rows, row)):
             kind = "TOO LARGE" if row.rms else "FAILED" if row.ours else "not run"

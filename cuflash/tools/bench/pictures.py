@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import textwrap
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F
 OF_PEERS = "torch flash", "torch cuDNN", "FlashAttention-4", "torch efficient", "torch flex"  # the colours after ours
 Colours = dict[str, str]  # by contender
 DTYPES = {"bfloat16": "-", "float16": "--", "float32": ":"}
+WIDTH, LETTERS = 6.0, 13  # inches and points: letters of 11 pixels where a phone shows 375 pixels
+PIXELS_PER_INCH = 130  # 780 pixels: sharp on a phone with two pixels a point
 
 
 def accuracy() -> Callable[[list[Errors], str, Path], None]:
@@ -30,21 +33,25 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
         dtypes = list(dict.fromkeys(row.setting.case.dtype for row in rows))[:2]
         rows = [row for row in rows if row.setting.case.dtype in dtypes]
         names = list(dict.fromkeys(_name(row) for row in rows))
-        figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), squeeze=False, layout="constrained")
-        for line, op in zip(axes, ("forward", "backward"), strict=True):
+        panels = [(op, by) for op in ("forward", "backward") for by in ("length", "size")]
+        title = f"Errors (root mean square) against float64\nhead dim {head_dim}, causal: the smaller, the better"
+        figure, axes = _subplots(pyplot, len(panels), 1, 12.4, f"{title}\n{machine.split(':')[0]}")
+        for panel, (op, by) in zip(axes[:, 0], panels, strict=True):
             of_op = [row for row in rows if row.op == op]
             middle = max((row.setting.case.seqlen_q for row in of_op if row.setting.size > 1), default=0)
-            by_length = [(_short(row.setting.case.seqlen_q), row) for row in of_op if row.setting.size == 1]
-            by_size = [(f"{row.setting.size:g}", row) for row in of_op if row.setting.case.seqlen_q == middle]
-            _ratios(line[0], names, by_length)
-            _ratios(line[1], names, by_size)
-            line[0].set(title=f"{op}, scores of size 1", xlabel="seqlen", ylabel="error to the smallest one")
-            line[1].set(title=f"{op}, seqlen {_short(middle)}", xlabel="size of the scores (standard deviation)")
-        handles = {x.get_label(): x for line in axes for each in line for x in each.get_lines()}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
-        title = f"Root mean square of errors against float64, head dim {head_dim}, causal: the smaller, the better"
-        figure.suptitle(f"{title}\n{machine.split(':')[0]}", fontsize=11)
-        figure.savefig(path, dpi=160)
+            if by == "length":
+                points = [(_short(row.setting.case.seqlen_q), row) for row in of_op if row.setting.size == 1]
+                panel.set(title=f"{op}, scores of size 1", xlabel="seqlen")
+            else:
+                points = [(f"{row.setting.size:g}", row) for row in of_op if row.setting.case.seqlen_q == middle]
+                panel.set(title=f"{op}, seqlen {_short(middle)}", xlabel="size of the scores (standard deviation)")
+            panel.set_ylabel("times the smallest")
+            _ratios(panel, names, points)
+        colours = [(name, {"color": COLOURS[number % len(COLOURS)]}) for number, name in enumerate(names)]
+        styles = [(dtype, {"color": "black", "linestyle": DTYPES[dtype]}) for dtype in dtypes]
+        lines = [pyplot.Line2D([], [], label=label, **style) for label, style in colours + styles]
+        figure.legend(handles=lines, loc="outside lower center", ncols=2, frameon=False)
+        figure.savefig(path, dpi=PIXELS_PER_INCH)
         pyplot.close(figure)
 
     return draw
@@ -74,15 +81,17 @@ def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
         elif preset == "decode":
             figures[preset] = _bars_of_reads(pyplot, colours, rows, most, f"Decoding, one query a sequence, {where}")
         elif any(row.get("ratios") for row in rows):
-            figures[preset] = _bars_of_ratios(pyplot, rows, f"Times as fast as the fastest other library, {where}")
+            figures[preset] = _bars_of_ratios(
+                pyplot, rows, f"Times as fast as the fastest other library\n{where} (orange: slower)"
+            )
         limits = most, gpus[0].get("flops_per_second")
-        title = f"Work and memory, {where} (circles: forward, triangles: backward)"
+        title = f"Work and memory, {where}\n(circles: forward, triangles: backward)"
         figures["roofline"] = _roofline(pyplot, colours, rows, *limits, title)
         paths = []
         for name, figure in figures.items():
             paths.append(folder / f"{preset}-{name}.png".replace(f"{preset}-{preset}", preset))
             try:
-                figure.savefig(paths[-1], dpi=160, facecolor="white")  # legible on a dark page, too
+                figure.savefig(paths[-1], dpi=PIXELS_PER_INCH)
             except OSError as error:
                 raise ProblemError(f"{paths[-1]} cannot be written: {error}") from error
             finally:
@@ -106,7 +115,7 @@ def _bars_by_seqlen(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], t
         ]
         for dim in dims
     ]
-    return _panels_of_bars(pyplot, colours, panels, f"{title}, {rows[0]['dtype']}: the higher, the better")
+    return _panels_of_bars(pyplot, colours, panels, f"{title}, {rows[0]['dtype']}\nthe higher, the better")
 
 
 def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
@@ -124,7 +133,7 @@ def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: s
             line.append((f"{op}, head dim {dim}", named))
         panels.append(line)
     about = f"{_mask(masks[-1])}, {rows[0]['dtype']}"
-    return _panels_of_bars(pyplot, colours, panels, f"{title}, {about}: the higher, the better")
+    return _panels_of_bars(pyplot, colours, panels, f"{title}, {about}\nthe higher, the better")
 
 
 def _colours(rows: list[dict[str, Any]]) -> Colours:
@@ -150,26 +159,32 @@ def _panels_of_bars(
 ) -> Any:
     """Draws bars of TFLOP/s by length in panels, each with a title and rows."""
     names = list(dict.fromkeys(row["contender"] for line in panels for _, rows in line for row in rows))
-    shape = len(panels), len(panels[0])
-    size = 4.6 * shape[1] + 0.4, 2.5 * shape[0] + 1.1
-    figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    lines = len(panels)
+    figure, axes = _subplots(pyplot, lines, len(panels[0]), 2.3 * lines + 1.0 + 0.13 * len(names), title)
     for line, each in zip(axes, panels, strict=True):
         for panel, (heading, rows) in zip(line, each, strict=True):
             seqlens = sorted({row["seqlen_q"] for row in rows})
             for number, name in enumerate(names):
                 by_length = {row["seqlen_q"]: row["tflops"] for row in rows if row["contender"] == name}
-                _bars(panel, colours, number, names, [by_length.get(seqlen, 0.0) for seqlen in seqlens])
-            panel.set(title=heading, xlabel="seqlen", ylabel="TFLOP/s")
+                width = 0.84 / len(names)
+                centers = [index + (number - (len(names) - 1) / 2) * width for index in range(len(seqlens))]
+                heights = [by_length.get(seqlen, 0.0) for seqlen in seqlens]
+                panel.bar(centers, heights, width, color=colours[name], label=name)
+            panel.set(title=heading)
             panel.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
-    return _finished(figure, axes, title)
+            panel.grid(axis="y", alpha=0.3)
+            panel.set_axisbelow(True)
+        line[0].set_ylabel("TFLOP/s")
+    for panel in axes[-1]:
+        panel.set_xlabel("seqlen")
+    return _with_legend(figure, axes)
 
 
 def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
     """Draws peak bytes by length, a panel for each op."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
-    size = 4.6 * len(ops) + 0.4, 4.0
-    figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for panel, op in zip(axes[0], ops, strict=True):
+    figure, axes = _subplots(pyplot, len(ops), 1, 3.2 * len(ops) + 1.6, f"{title}\nthe lower, the better")
+    for panel, op in zip(axes[:, 0], ops, strict=True):
         lines: dict[str, list[tuple[int, float]]] = {}
         for row in rows:
             if row["op"] == op:
@@ -178,27 +193,29 @@ def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], 
             width = 1.0 + 1.2 * (len(lines) - 1 - number)  # so that overlapping lines are all visible
             panel.plot(*zip(*line, strict=True), lw=width, color=colours[name], label=name)
         seqlens = sorted({row["seqlen_q"] for row in rows})
-        panel.set(xscale="log", yscale="log", title=op, xlabel="seqlen", ylabel="MiB")
+        panel.set(xscale="log", yscale="log", title=op, ylabel="MiB")
         panel.set_xticks(seqlens, [_short(seqlen) for seqlen in seqlens])
         panel.set_xticks([], minor=True)
         panel.grid(alpha=0.3)
-    return _finished(figure, axes, f"{title}: the lower, the better")
+    axes[-1][0].set_xlabel("seqlen")
+    return _with_legend(figure, axes)
 
 
 def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
     """Draws bytes a second of each problem, beside the bandwidth of the memory."""
     names, cases = (list(dict.fromkeys(row[name] for row in rows)) for name in ("contender", "name"))
-    figure, axes = pyplot.subplots(1, 1, figsize=(10, 4.6), squeeze=False, layout="constrained")
-    panel = axes[0][0]
+    labels = [case.removeprefix("decode ").replace(" batch", "\nbatch") for case in cases]
+    figure, axes = _subplots(pyplot, 1, 1, 0.6 * len(cases) + 2.0, f"{title}\nthe higher, the better")
+    panel, thickness = axes[0][0], 0.84 / len(names)
     for number, name in enumerate(names):
         by_name = {row["name"]: row["num_bytes"] / row["seconds"] * 1e-9 for row in rows if row["contender"] == name}
-        _bars(panel, colours, number, names, [by_name.get(case, 0.0) for case in cases])
+        centers = [index + (number - (len(names) - 1) / 2) * thickness for index in range(len(cases))]
+        panel.barh(centers, [by_name.get(case, 0.0) for case in cases], thickness, color=colours[name], label=name)
     if most:
-        panel.axhline(most * 1e-9, color="black", lw=1, ls="--", label="the most that the memory gives")
-    labels = [re.sub(r" (heads|batch|keys)", r"\n\1", case.removeprefix("decode ")) for case in cases]
-    panel.set_xticks(range(len(cases)), labels, fontsize=6)
-    panel.set(ylabel="GB/s")
-    return _finished(figure, axes, f"{title}: the higher, the better")
+        panel.axvline(most * 1e-9, color="black", lw=1, ls="--", label="memory's limit")
+    _name_bars(panel, list(range(len(cases))), labels)
+    panel.set_xlabel("GB/s")
+    return _with_legend(figure, axes)
 
 
 def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
@@ -206,19 +223,17 @@ def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
     ours = [row for row in rows if row["ours"] and row["ratios"]]
     ours = [row for row in ours if row["contender"] == next(x["contender"] for x in ours if x["op"] == row["op"])]
     cases, ops = (list(dict.fromkeys(row[name] for row in ours)) for name in ("name", "op"))
-    size = 3.6 * len(ops) + 2.4, 0.16 * len(cases) + 1.2
-    figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    labels = [textwrap.fill(case, 28) for case in cases]
+    ends = list(accumulate(label.count("\n") + 1 for label in labels))  # in lines of text
+    centers = [end - (label.count("\n") + 1) / 2 for end, label in zip(ends, labels, strict=True)]
+    figure, axes = _subplots(pyplot, 1, len(ops), 0.26 * ends[-1] + 1.4, title, sharey=True)
     for panel, op in zip(axes[0], ops, strict=True):
         by_name = {row["name"]: min(row["ratios"].values()) for row in ours if row["op"] == op}
         values = [by_name.get(case, 0.0) for case in cases]
-        panel.barh(range(len(cases)), values, color=[COLOURS[0 if x >= 1 else 1] for x in values])
+        panel.barh(centers, values, color=[COLOURS[0 if x >= 1 else 1] for x in values])
         panel.axvline(1.0, color="black", lw=1)
-        panel.set_yticks(range(len(cases)), cases, fontsize=6)
-        panel.set(title=op, xlabel="times as fast (orange: slower)")
-        panel.grid(axis="x", alpha=0.3)
-        panel.set_axisbelow(True)
-    axes[0][0].set_ylim(len(cases) - 0.4, -0.6)
-    figure.suptitle(title, fontsize=13)
+        panel.set_title(op)
+        _name_bars(panel, centers, labels)
     return figure
 
 
@@ -226,7 +241,7 @@ def _roofline(
     pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, peak: float | None, title: str
 ) -> Any:
     """Draws speed by operations a byte of the arrays, below the limits of memory and tensor cores."""
-    figure, axes = pyplot.subplots(1, 1, figsize=(7, 4.6), squeeze=False, layout="constrained")
+    figure, axes = _subplots(pyplot, 1, 1, 5.4, title)
     panel, points = axes[0][0], dict[tuple[str, str], list[tuple[float, float]]]()
     for row in rows:
         point = row["flops"] / row["num_bytes"], row["tflops"]
@@ -239,31 +254,40 @@ def _roofline(
     if most:
         ridge = (peak or max(row["tflops"] for row in rows) * 1e12) / most
         ends = [min(*work, ridge), ridge]
-        panel.plot(ends, [x * most * 1e-12 for x in ends], color="black", lw=1, ls="--", label="what the memory allows")
+        panel.plot(ends, [x * most * 1e-12 for x in ends], color="black", lw=1, ls="--", label="memory's limit")
         if peak:
             ends = [ridge, max(*work, ridge)]
             panel.plot(ends, [peak * 1e-12] * 2, color="black", lw=1, label="16-bit tensor cores")
-    panel.set(xscale="log", yscale="log", xlabel="FLOP for each byte of the arrays", ylabel="TFLOP/s")
-    return _finished(figure, axes, title)
+    panel.set_xscale("log", base=2)  # labels of powers of 10 lie over each other where there are few
+    panel.xaxis.set_major_formatter(lambda x, _: _short(x))
+    panel.set(yscale="log", xlabel="FLOP for each byte of the arrays", ylabel="TFLOP/s")
+    return _with_legend(figure, axes)
 
 
-def _bars(panel: Any, colours: Colours, number: int, names: list[str], values: list[float]) -> None:
-    """Draws bars of one of several contenders, beside the others' bars."""
-    width = 0.84 / len(names)
-    places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(values))]
-    panel.bar(places, values, width, color=colours[names[number]], label=names[number])
-    panel.grid(axis="y", alpha=0.3)
+def _subplots(pyplot: Any, lines: int, columns: int, height: float, title: str, **more: Any) -> tuple[Any, Any]:
+    """Returns a figure of WIDTH with a title, and its panels by line and column. height: in inches."""
+    size = WIDTH, height
+    figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained", **more)
+    figure.suptitle("\n".join(textwrap.fill(line, 52) for line in title.splitlines()))
+    return figure, axes
+
+
+def _name_bars(panel: Any, centers: list[Any], labels: list[str]) -> None:
+    """Names horizontal bars, the first on top, and draws a grid behind them."""
+    panel.set_yticks(centers, labels, linespacing=1.0)
+    panel.set_ylim(centers[-1] + 0.6, centers[0] - 0.6)
+    panel.locator_params(axis="x", nbins=4)
+    panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)
 
 
-def _finished(figure: Any, axes: Any, title: str) -> Any:
+def _with_legend(figure: Any, axes: Any) -> Any:
     """Adds one legend below all panels."""
     handles: dict[str, Any] = {}
     for panel in (each for line in axes for each in line):
         shown, labels = panel.get_legend_handles_labels()
         handles |= zip(labels, shown, strict=True)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=12)
-    figure.suptitle(title, fontsize=13)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -278,24 +302,24 @@ def _short(number: float) -> str:
 
 def _ratios(axes: Any, names: list[str], points: list[tuple[str, Errors]]) -> None:
     """Draws a line for each contender and dtype. Tick labels show our error over the output, in the first dtype."""
-    places = list(dict.fromkeys(place for place, _ in points))
+    ticks = list(dict.fromkeys(tick for tick, _ in points))
     least: dict[tuple[str, str], float] = {}
     of_ours: dict[str, str] = {}
-    for place, row in points:
-        key, error = (place, row.setting.case.dtype), row.worst
+    for tick, row in points:
+        key, error = (tick, row.setting.case.dtype), row.worst
         least[key] = min(error, least.get(key, error))
         if row.ours:
-            of_ours.setdefault(place, f"{error:.1e}")
+            of_ours.setdefault(tick, f"{error:.1e}".replace("e-0", "e-"))
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for place, row in points:
+    for tick, row in points:
         dtype = row.setting.case.dtype
-        lines.setdefault((_name(row), dtype), []).append((places.index(place), row.worst / least[place, dtype]))
+        lines.setdefault((_name(row), dtype), []).append((ticks.index(tick), row.worst / least[tick, dtype]))
     for (name, dtype), line in lines.items():
         number = names.index(name)
         # Thick and below, so that overlapping lines stay visible.
         drawn = {"color": COLOURS[number % len(COLOURS)], "lw": 1.3 if number else 3.0, "zorder": 2 if number else 1}
         axes.plot(*zip(*line, strict=True), DTYPES[dtype], marker="o", ms=3, label=f"{name}, {dtype}", **drawn)
-    axes.set_xticks(range(len(places)), [f"{place}\n{of_ours.get(place, '')}" for place in places])
+    axes.set_xticks(range(len(ticks)), [f"{tick}\n{of_ours.get(tick, '')}" for tick in ticks])
     axes.grid(alpha=0.3)
 
 
@@ -307,6 +331,6 @@ def _pyplot() -> Any:
     matplotlib.use("Agg")  # works without a screen
     from matplotlib import pyplot
 
-    # Of 1,500 pixels, letters are still legible where a phone shows 400.
-    pyplot.rcParams.update({"font.size": 13, "axes.titlesize": 13})
+    white = {"figure.facecolor": "white", "savefig.facecolor": "auto"}  # legible on a dark page, too
+    pyplot.rcParams.update({"font.size": LETTERS, "axes.titlesize": LETTERS, "figure.titlesize": LETTERS} | white)
     return pyplot
