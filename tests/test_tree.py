@@ -33,9 +33,10 @@ LAYERS = {
     8: ("ops",),
     9: ("__init__",),
     10: ("frameworks",),
-    11: ("testing",),
-    12: ("tools",),
-    13: ("__main__",),
+    11: ("distributed",),
+    12: ("testing",),
+    13: ("tools",),
+    14: ("__main__",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Test files of modules that have neither test_<module>.py nor test_<subfolder>_<module>.py in tests/<folder>; a folder
@@ -72,6 +73,8 @@ TESTED_ELSEWHERE = {
     "frameworks/jax/partition": "frameworks/test_xla_partition.py",
     **dict.fromkeys((f"frameworks/jax/{name}" for name in ("arguments", "autograd", "call")), "frameworks/test_jax.py"),
     **dict.fromkeys((f"frameworks/jax/{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
+    **dict.fromkeys((f"distributed/{name}" for name in ("exchange", "gather", "ring", "scheme", "torch", "ulysses")),
+                    "distributed/test_schemes.py"),
     "mods/operations": "ops/test_block_mask.py",
     "frameworks/torch/autograd": "frameworks/test_torch_func.py",
     "frameworks/torch/sdpa_masks": "frameworks/test_sdpa.py",

@@ -16,9 +16,9 @@ from .scheme import Call, with_offsets
 
 
 class Fetch(NamedTuple):
-    """Which rows a rank sends and receives, and where the keys of each piece of its rows then lie.
+    """Rows that a rank sends and receives, and the place of the keys of each piece of its rows among them.
 
-    sent: its local rows, in the order of ranks. order: received rows in the order of the sequence. starts: the first
+    send, receive: numbers of rows for and from each rank. sent: its local rows, in the order of ranks. order: received rows in the order of the sequence. starts: the first
     fetched row of each piece's keys.
     """
 
@@ -34,14 +34,12 @@ def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
     """Returns (out, lse) of a rank's rows."""
     fetch = _fetch(call.layout, call.rank, call.window, q.device)
     k, v = (_fetched(call, fetch, x) for x in (k, v))
-    if not fetch.pieces:  # the rank has no rows
-        return attention(q, k, v, return_lse=True, **call.options)
     if _is_one_call(call, fetch, q.shape[0]):
         return _packed(call, fetch, q, k, v)
     results = []
     for piece, start in zip(fetch.pieces, fetch.starts, strict=True):
         rows, keys = piece.local, slice(start, start + piece.keys[1] - piece.keys[0])
-        mods = with_offsets(call.mods, q=piece.q_index, k=piece.k_index)
+        mods = with_offsets(call.mods, q.device, q=piece.q_index, k=piece.k_index)
         if (bias := mods.get("bias")) is not None:
             bias = bias[..., slice(*rows), :] if bias.shape[-2] > 1 else bias
             mods["bias"] = bias[..., slice(*piece.keys)] if bias.shape[-1] > 1 else bias
@@ -107,10 +105,10 @@ def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> F
         return sum(b - a for (a, b), _ in ranges)
 
     empty: Any = np.empty(0, np.int64)
-    sent = np.concatenate([empty, *(np.arange(at, at + b - a) for each in give for (a, b), at in each)])
+    sent = np.concatenate([empty, *(np.arange(first, first + b - a) for each in give for (a, b), first in each)])
     received = np.concatenate([empty, *(np.arange(a, b) for each in take for (a, b), _ in each)])
     order = np.argsort(received)
-    pieces = pieces_of(layout, rank, window)
+    pieces = pieces_of(layout, rank, window) or [Piece((0, 0), (0, 0), 0, 0, True)]  # a rank without rows
     starts = np.searchsorted(received[order], [piece.keys[0] for piece in pieces]).tolist()
     sent, order = torch.from_numpy(sent).to(device), torch.from_numpy(order).to(device)
     return Fetch([*map(count, give)], [*map(count, take)], sent, order, pieces, starts)

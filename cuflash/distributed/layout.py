@@ -6,7 +6,6 @@ import heapq
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -163,7 +162,7 @@ class Layout:
             raise ProblemError(f"rank={number} is outside a group of {self.ranks}; give 0 to {self.ranks - 1}")
         return number
 
-    def own(self, rank: int | None) -> int:
+    def _rank(self, rank: int | None) -> int:
         """Returns `rank`, by default this process's."""
         if rank is not None:
             return self._checked(rank)
@@ -173,23 +172,19 @@ class Layout:
 
     def num_rows(self, rank: int | None = None) -> int:
         """Returns the number of rows that a rank holds."""
-        return sum(span.size for span in self.spans[self.own(rank)])
+        return sum(span.size for span in self.spans[self._rank(rank)])
 
     def indices(self, rank: int | None = None) -> Rows:
         """Returns the row of the whole sequence of each row of a rank."""
-        runs = [np.arange(span.begin, span.end) for span in self.spans[self.own(rank)]]
+        runs = [np.arange(span.begin, span.end) for span in self.spans[self._rank(rank)]]
         return np.concatenate([np.empty(0, np.int64), *runs])
 
     def positions(self, rank: int | None = None) -> Rows:
         """Returns the position within its document of each row of a rank, for rotary embedding."""
-        rows = self.indices(rank)
-        return rows - self._document_begins[np.searchsorted(self._document_begins, rows, "right") - 1]
+        rows, begins = self.indices(rank), np.array(self.cu_seqlens[:-1], np.int64)
+        return rows - begins[np.searchsorted(begins, rows, "right") - 1]
 
-    @cached_property
-    def _document_begins(self) -> Rows:
-        return np.array(self.cu_seqlens[:-1], np.int64)
-
-    @cached_property
+    @property
     def order(self) -> Rows:
         """The rows of the whole sequence in the order of ranks, then of their rows."""
         return np.concatenate([self.indices(rank) for rank in range(self.ranks)])
@@ -211,9 +206,10 @@ class Layout:
         array
             A new array, of the same library.
         """
-        rank, data = self.own(rank), _checked_rows(x, dim, self.seqlen)
+        rank, data = self._rank(rank), _checked_rows(x, dim, self.seqlen)
         runs = [(span.begin, span.end) for span in self.spans[rank]] or [(0, 0)]
-        return _concat([_rows(data, dim, *run) for run in runs], dim)
+        shard: Array = _concat([_rows(data, dim, *run) for run in runs], dim)
+        return shard
 
     def join(self, shards: Sequence[Array], dim: int = 1) -> Array:
         """Returns the array of the whole sequence from the rows of all ranks, in the order of ranks."""
@@ -224,7 +220,8 @@ class Layout:
             data = _checked_rows(shard, dim, self.num_rows(rank), f"shard {rank}")
             parts += [(s.begin, _rows(data, dim, s.local, s.local + s.size)) for s in self.spans[rank]]
         parts = parts or [(0, shards[0])]
-        return _concat([part for _, part in sorted(parts, key=lambda each: each[0])], dim)
+        whole: Array = _concat([part for _, part in sorted(parts, key=lambda each: each[0])], dim)
+        return whole
 
     @property
     def is_packed(self) -> bool:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from .. import backward as attention_backward
-from .. import forward as attention_forward
-from .. import merge_states
+from .. import backward, forward, merge_states
 from ..errors import UnsupportedError
 from .exchange import start_shift
 from .rectangles import Rectangle, rectangles
 from .scheme import Call
+
+_forward: Any = forward  # overloads do not take keywords of a dict
+_backward: Any = backward
 
 
 def refuses(mods: dict[str, Any]) -> str | None:
@@ -67,11 +68,11 @@ def compute(
         if step < ranks - 1:
             arriving, work = start_shift(keys, call.rank, ranks, call.group)
         if step == 0 and _keeps_order(call):
-            state = _merged(state, _own(call, q, k, v, options))
+            state = _merged(state, _local(call, q, k, v, options))
         else:
             for part in rectangles(call.layout, call.rank, source, call.window):
                 rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
-                one = attention_forward(q[:, rows], ks, vs, return_lse=True, **_mask(call, part), **options)
+                one = _forward(q[:, rows], ks, vs, return_lse=True, **_mask(call, part), **options)
                 state[0][:, rows], state[1][..., rows] = _merged((state[0][:, rows], state[1][..., rows]), one)
         if step < ranks - 1:
             work.wait()
@@ -102,7 +103,7 @@ def gradients(
             arriving, work = start_shift(keys, call.rank, ranks, call.group)
         new = [torch.zeros_like(x) for x in sums]
         if step == 0 and _keeps_order(call):
-            results = _own_gradients(call, dout, dlse, q, k, v, out, lse, options)
+            results = _local_gradients(call, dout, dlse, q, k, v, out, lse, options)
             dq += results[0]
             for total, grad in zip(new, results[1:], strict=True):
                 total[:, : grad.shape[1]] += grad
@@ -110,7 +111,7 @@ def gradients(
             for part in rectangles(call.layout, call.rank, source, call.window):
                 rows, columns = slice(*part.q), slice(*part.k)
                 some_dlse = None if dlse is None else dlse[..., rows]
-                grads = attention_backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns],
+                grads = _backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns],
                                            out[:, rows], lse[..., rows], dlse=some_dlse, **_mask(call, part),
                                            **options)  # fmt: skip
                 dq[:, rows] += grads[0]
@@ -146,7 +147,7 @@ def _mask(call: Call, part: Rectangle) -> dict[str, Any]:
     return {"window_size": (call.window.left, call.window.right), "diagonal_offset": part.diagonal_offset}
 
 
-def _own_mask(call: Call, device: torch.device) -> dict[str, Any]:
+def _local_mask(call: Call, device: torch.device) -> dict[str, Any]:
     """Returns the keywords of a call over the rank's own rows and keys."""
     causal = {"causal": call.window.right == 0}
     if not call.layout.is_packed:
@@ -156,17 +157,17 @@ def _own_mask(call: Call, device: torch.device) -> dict[str, Any]:
     return causal | {"cu_seqlens_q": tensor, "cu_seqlens_k": tensor, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
-def _own(
+def _local(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of the rank's rows over its own keys."""
-    mask = _own_mask(call, q.device)
+    mask = _local_mask(call, q.device)
     arrays: Any = [x[0] for x in (q, k, v)] if call.layout.is_packed else (q, k, v)
-    out, lse = attention_forward(*arrays, return_lse=True, **mask, **options)
+    out, lse = _forward(*arrays, return_lse=True, **mask, **options)
     return (out[None], lse[None]) if call.layout.is_packed else (out, lse)
 
 
-def _own_gradients(
+def _local_gradients(
     call: Call,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -178,12 +179,12 @@ def _own_gradients(
     options: dict[str, Any],
 ) -> list[torch.Tensor]:
     """Returns dq, dk and dv of the rank's own keys."""
-    mask = _own_mask(call, q.device)
+    mask = _local_mask(call, q.device)
     if not call.layout.is_packed:
-        return [*attention_backward(dout, q, k, v, out, lse, dlse=dlse, **mask, **options)]
+        return [*_backward(dout, q, k, v, out, lse, dlse=dlse, **mask, **options)]
     packed = [x[0] for x in (dout, q, k, v, out, lse)]
     mask["dlse"] = None if dlse is None else dlse[0]
-    return [x[None] for x in attention_backward(*packed, **mask, **options)]
+    return [x[None] for x in _backward(*packed, **mask, **options)]
 
 
 def _keeps_order(call: Call) -> bool:
@@ -193,10 +194,8 @@ def _keeps_order(call: Call) -> bool:
 
 def _first_lse(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Returns the lse of the state before the first key."""
-    shape = q.shape[0], q.shape[2], q.shape[1]
-    if sinks is None:
-        return q.new_full(shape, -torch.inf, dtype=_state_dtype(q))
-    return sinks.to(_state_dtype(q))[:, None].expand(shape).contiguous()
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_state_dtype(q))
+    return lse if sinks is None else lse.copy_(sinks[:, None])
 
 
 def _merged(

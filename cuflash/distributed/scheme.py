@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from .rectangles import Window
 class Call:
     """One call of distributed attention on this rank.
 
-    options: keywords of `attention` that all parts of the call share. mods: score_mod, mask_mod, bias and sinks, where
-    given.
+    options: keywords of `attention` that all parts of the call share. mods: those of score_mod, mask_mod, bias and
+    sinks that the caller passed. rows: the numbers of rows of all ranks.
     """
 
     def __init__(
@@ -23,11 +23,7 @@ class Call:
     ) -> None:
         self.layout, self.rank, self.group, self.window = layout, rank, group, window
         self.options, self.mods = options, mods
-
-    @cached_property
-    def rows(self) -> list[int]:
-        """The numbers of rows of all ranks."""
-        return [self.layout.num_rows(rank) for rank in range(self.layout.ranks)]
+        self.rows = [layout.num_rows(each) for each in range(layout.ranks)]
 
     @staticmethod
     def bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -40,13 +36,22 @@ def _bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tenso
     return torch.tensor(bounds, dtype=torch.int32).to(device)
 
 
-def with_offsets(mods: dict[str, Any], head: int = 0, q: int = 0, k: int = 0) -> dict[str, Any]:
-    """Returns mods whose functions are called with the indices of the whole problem, from those of a part."""
+def with_offsets(mods: dict[str, Any], device: torch.device, head: int = 0, q: int = 0, k: int = 0) -> dict[str, Any]:
+    """Returns mods whose functions are called with the indices of the whole problem, from those of a part.
+
+    Offsets are arrays without axes, so that one kernel serves all of them.
+    """
+    if mods.keys().isdisjoint(("score_mod", "mask_mod")):
+        return dict(mods)
+    head_0, q_0, k_0 = (_number(offset, device) for offset in (head, q, k))
     mods = dict(mods)
-    if not (head or q or k):
-        return mods
     if (score_mod := mods.get("score_mod")) is not None:
-        mods["score_mod"] = lambda score, b, h, i, j: score_mod(score, b, h + head, i + q, j + k)
+        mods["score_mod"] = lambda score, b, h, i, j: score_mod(score, b, h + head_0, i + q_0, j + k_0)
     if (mask_mod := mods.get("mask_mod")) is not None:
-        mods["mask_mod"] = lambda b, h, i, j: mask_mod(b, h + head, i + q, j + k)
+        mods["mask_mod"] = lambda b, h, i, j: mask_mod(b, h + head_0, i + q_0, j + k_0)
     return mods
+
+
+@lru_cache(256)
+def _number(value: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int32).to(device)

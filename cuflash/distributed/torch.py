@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks.torch import check_tensor
+from ..frameworks.torch.tensors import uncompiled
 from ..problem.options import WindowSize, check_flag, check_window
+from ..units import kind_of
 from . import ring as ring_scheme
 from . import ulysses as ulysses_scheme
 from .exchange import check_agreement, exchange
@@ -55,7 +58,8 @@ def attention(
     Parameters
     ----------
     q : Tensor (batch, rows of this rank, heads_q, head_dim)
-        This rank's queries. Packed documents have batch 1.
+        This rank's queries. Packed documents have batch 1. A DTensor has placements [Shard(1)], as k and v then have,
+        and results are DTensors.
     k, v : Tensor (batch, rows of this rank, heads_kv, …)
         This rank's keys and values.
     layout : Layout, optional
@@ -110,7 +114,8 @@ def attention(
     Notes
     -----
     Gradients of sinks, of a bias without rows, and of tensors that score_mod refers to are this rank's part of a sum
-    over the group, as for all replicated parameters: data-parallel wrappers reduce them.
+    over the group, as for all replicated parameters: data-parallel wrappers reduce them. Under torch.compile calls run
+    between graphs.
 
     References
     ----------
@@ -126,6 +131,19 @@ def attention(
         x = layout.shard(x, dim=1)
         out = attention(q, k, v, layout=layout, causal=True)
     """
+    keywords: dict[str, Any] = {
+        "layout": layout, "group": group, "scheme": scheme, "softmax_scale": softmax_scale, "causal": causal,
+        "window_size": window_size, "softcap": softcap, "deterministic": deterministic, "return_lse": return_lse,
+        "num_splits": num_splits, "split_size": split_size, "score_mod": score_mod, "mask_mod": mask_mod, "bias": bias,
+        "sinks": sinks, "check": check,
+    }  # fmt: skip
+    if torch.compiler.is_dynamo_compiling():
+        # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
+        call_outside: Any = sys.modules[__name__].uncompiled_attention
+        results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = call_outside(q, k, v, **keywords)
+        return results
+    if is_dtensor(q):
+        return _of_dtensors(q, k, v, keywords)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
         if tensor.dim() != 4:
@@ -161,6 +179,36 @@ def attention(
     call = Call(layout, rank, group, window, options, mods)
     out, lse = _RUN[choose(call, q, k) if scheme == "auto" else scheme](call, q, k, v)
     return (out, lse) if return_lse else out
+
+
+def is_dtensor(x: Any) -> bool:
+    """True for a DTensor. Imports nothing: without its module there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _of_dtensors(q: Any, k: Any, v: Any, keywords: dict[str, Any]) -> Any:
+    """Calls `attention` with the local rows of DTensors that are sharded by rows; results are such DTensors."""
+    mesh = q.device_mesh
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not is_dtensor(x) or x.device_mesh != mesh or len(x.placements) != 1 or not x.placements[0].is_shard(1):
+            placements = f" of {x.placements}" if is_dtensor(x) else ""
+            raise ProblemError(
+                f"q is a DTensor, but {name} is {kind_of(x)}{placements}; give q, k and v as DTensors of one 1-D mesh "
+                "with placements [Shard(1)], or local tensors"
+            )
+    keywords["group"] = mesh if keywords["group"] is None else keywords["group"]
+    keywords["layout"] = keywords["layout"] or Layout(q.shape[1], mesh)
+    results = attention(*(x.to_local() for x in (q, k, v)), **keywords)
+    outs = results if keywords["return_lse"] else (results,)
+    rows = q.shape[1]
+    wrapped = []
+    for x, axis in zip(outs, (1, 2), strict=False):
+        shape = torch.Size([*x.shape[:axis], rows, *x.shape[axis + 1 :]])
+        stride = torch.empty(shape, device="meta").stride()
+        shards = [type(q.placements[0])(axis)]
+        wrapped.append(type(q).from_local(x, mesh, shards, run_check=False, shape=shape, stride=stride))
+    return tuple(wrapped) if keywords["return_lse"] else wrapped[0]
 
 
 def choose(call: Call, q: torch.Tensor, k: torch.Tensor) -> str:
@@ -238,3 +286,8 @@ def _layout_of(layout: Layout | None, group: Any, q: torch.Tensor) -> tuple[Layo
     if layout.rank not in (None, rank):
         raise ProblemError(f"the layout is of rank {layout.rank}, but this process is rank {rank} of the group")
     return layout, rank
+
+
+def __getattr__(name: str) -> Any:
+    """Makes `uncompiled_attention`: a graph of torch.compile ends before it."""
+    return uncompiled(name, globals(), attention, "cuflash.distributed.attention runs between graphs")

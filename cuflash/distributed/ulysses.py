@@ -40,7 +40,7 @@ def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
         mods["sinks"] = sinks[mine]
     if bias is not None and bias.dim() > 2 and bias.shape[-3] > 1:
         mods["bias"] = bias[..., mine, :, :]
-    mods = with_offsets(mods, head=first)
+    mods = with_offsets(mods, q.device, head=first)
     window = call.window
     run = partial(attention, window_size=(window.left, window.right), return_lse=True, **call.options, **mods)
     if layout.is_packed:
@@ -66,8 +66,12 @@ def _to_rows(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Turns (batch, all rows, heads of this rank, dim) into (batch, rows of this rank, heads, dim)."""
     ranks, rows, (batch, _, heads, dim) = call.layout.ranks, call.rows[call.rank], x.shape
     by_rank = x.transpose(0, 1).index_select(0, _order(call.layout, x.device)[0])
-    own = exchange(by_rank, call.rows, [rows] * ranks, call.group)
-    return own.reshape(ranks, rows, batch, heads, dim).permute(2, 1, 0, 3, 4).reshape(batch, rows, ranks * heads, dim)
+    sent_back = exchange(by_rank, call.rows, [rows] * ranks, call.group)
+    return (
+        sent_back.reshape(ranks, rows, batch, heads, dim)
+        .permute(2, 1, 0, 3, 4)
+        .reshape(batch, rows, ranks * heads, dim)
+    )
 
 
 @lru_cache(64)

@@ -1,0 +1,280 @@
+"""Drawn cases of `cuflash.distributed` beside one process: run as one process of a gloo group, by tests/distributed.
+
+distributed_cases.py RANK RANKS STORE CHECK [ARGUMENT...]    prints what is wrong, then "ran CHECK"
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import traceback
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cuflash.distributed import Layout, attention, unshard
+from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.frameworks.torch import attention as whole_attention
+
+MOST_ERROR = 1e-4  # of the largest element, for float32; sums have other orders
+
+
+class Case(NamedTuple):
+    """One problem; rows and documents of the whole sequence."""
+
+    layout: Layout
+    scheme: str
+    batch: int
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    options: dict[str, Any]
+    mods: frozenset[str]
+
+    @classmethod
+    def draw(cls, seed: int, ranks: int) -> Case:
+        """Draws a case; all ranks draw the same."""
+        rng = random.Random(seed)
+        scheme = rng.choice(("ring", "ulysses", "gather", "auto"))
+        heads_q = rng.choice((1, 2)) * ranks if scheme == "ulysses" else rng.choice((1, 4, 6, 2 * ranks))
+        heads_kv = rng.choice([heads for heads in range(1, heads_q + 1) if heads_q % heads == 0])
+        seqlen: Any = rng.choice((0, 1, ranks, 2 * ranks + 1, 64, 127, 129, 300))
+        is_packed = rng.random() < 0.5
+        if is_packed:
+            seqlen = [0, *sorted(rng.randrange(seqlen + 1) for _ in range(rng.randrange(6))), seqlen]
+        layout = Layout(seqlen, ranks, rng.choice(("zigzag", "contiguous", "balanced")), chunk=rng.choice((8, 40)))
+        options: dict[str, Any] = rng.choice(
+            ({}, {"causal": True}, {"causal": True}, {"window_size": (rng.randrange(40), 0)},
+             {"window_size": (rng.choice((-1, 5, 60)), rng.choice((0, 3, 70)))})
+        )  # fmt: skip
+        options |= {"softcap": 5.0} if rng.random() < 0.3 else {}
+        options |= {"softmax_scale": 0.3} if rng.random() < 0.3 else {}
+        mods = {"sinks"} if rng.random() < 0.4 else set()
+        if scheme in ("ulysses", "gather", "auto"):
+            mods |= {name for name in ("score_mod", "mask_mod") if rng.random() < 0.3}
+        if scheme in ("gather", "auto") and len(layout.cu_seqlens) == 2:
+            mods |= {"bias"} if rng.random() < 0.3 else set()
+        dims = rng.choice(((16, 16), (8, 24)))
+        batch = 1 if is_packed else rng.choice((1, 2))
+        return cls(layout, scheme, batch, (heads_q, heads_kv), dims, options, frozenset(mods))
+
+    def leaves(self, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Draws q, k, v and what mods refer to, of the whole sequence; and the gradients of out and lse."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        (heads_q, heads_kv), (dim, dim_v), rows = self.heads, self.dims, self.layout.seqlen
+        leaves = {
+            "q": drawn(self.batch, rows, heads_q, dim), "k": drawn(self.batch, rows, heads_kv, dim),
+            "v": drawn(self.batch, rows, heads_kv, dim_v), "sinks": drawn(heads_q), "slopes": drawn(heads_q) * 0.01,
+            "bias": drawn(1, heads_q, rows, rows),
+        }  # fmt: skip
+        used = {"q", "k", "v"} | self.mods | ({"slopes"} if "score_mod" in self.mods else set())
+        leaves = {name: x.requires_grad_() for name, x in leaves.items() if name in used}
+        return leaves, drawn(self.batch, rows, heads_q, dim_v), drawn(self.batch, heads_q, rows)
+
+    def mod_kwargs(self, leaves: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Returns the keywords of mods; indices of functions are those of the whole problem."""
+        slopes = leaves.get("slopes")
+        mod_kwargs: dict[str, Any] = {name: leaves[name] for name in ("sinks", "bias") if name in leaves}
+        if slopes is not None:
+            mod_kwargs["score_mod"] = lambda score, b, h, i, j: score + slopes[h] * (i - j) + 0.01 * h
+        if "mask_mod" in self.mods:
+            mod_kwargs["mask_mod"] = lambda b, h, i, j: (i * 3 + j + h) % 5 != 0
+        return mod_kwargs
+
+
+def _loss(out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor) -> torch.Tensor:
+    return (out * dout).sum() + (torch.where(lse.isfinite(), lse, 0.0) * dlse).sum()
+
+
+def failures(seed: int, rank: int, ranks: int) -> list[str]:
+    """Returns what differs between the ranks' results of a case and those of one process."""
+    case = Case.draw(seed, ranks)
+    layout, (leaves, dout, dlse) = case.layout, case.leaves(seed)
+    q, k, v = (leaves[name] for name in "qkv")
+    options = case.options | case.mod_kwargs(leaves)
+    if len(layout.cu_seqlens) > 2:
+        bounds = torch.tensor(layout.cu_seqlens, dtype=torch.int32)
+        out, lse = whole_attention(
+            q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, return_lse=True, **options
+        )
+        out, lse = out[None], lse[None]
+    else:
+        out, lse = whole_attention(q, k, v, return_lse=True, **options)
+    expected = dict(zip(leaves, torch.autograd.grad(_loss(out, lse, dout, dlse), [*leaves.values()]), strict=True))
+    mine = {name: x.detach() for name, x in leaves.items()}
+    mine |= {name: layout.shard(mine[name], 1, rank) for name in "qkv"}
+    mine |= {"bias": layout.shard(mine["bias"], 2, rank)} if "bias" in mine else {}
+    mine = {name: x.clone().requires_grad_() for name, x in mine.items()}
+    some = attention(mine["q"], mine["k"], mine["v"], layout=layout, scheme=case.scheme, return_lse=True,
+                     **case.options, **case.mod_kwargs(mine))  # fmt: skip
+    loss = _loss(*some, layout.shard(dout, 1, rank), layout.shard(dlse, 2, rank))
+    grads = dict(zip(mine, torch.autograd.grad(loss, [*mine.values()]), strict=True))
+    for name in ("sinks", "slopes"):
+        if name in grads:
+            dist.all_reduce(grads[name])
+    pairs = {"out": (unshard(some[0], layout), out), "lse": (some[1], layout.shard(lse, 2, rank))}
+    for name, grad in grads.items():
+        axis = {"q": 1, "k": 1, "v": 1, "bias": 2}.get(name)
+        pairs["d" + name] = grad, expected[name] if axis is None else layout.shard(expected[name], axis, rank)
+    wrong = []
+    for name, (result, correct) in pairs.items():
+        scale = max(1.0, *correct.detach().nan_to_num(posinf=0.0, neginf=0.0).abs().flatten().tolist())
+        if not torch.allclose(result, correct, rtol=0.0, atol=MOST_ERROR * scale):
+            wrong.append(f"{name} differs by {float((result - correct).abs().max()):.3g}")
+    return wrong
+
+
+def drawn(rank: int, ranks: int, first: str, count: str) -> list[str]:
+    """Runs `count` cases; returns the failures."""
+    wrong = []
+    for seed in range(int(first), int(first) + int(count)):
+        try:
+            wrong += [f"seed {seed}: {text} in {Case.draw(seed, ranks)}" for text in failures(seed, rank, ranks)]
+        except Exception as error:
+            raise RuntimeError(f"seed {seed}: {Case.draw(seed, ranks)}") from error
+    print(f"ran {count}", flush=True)
+    return wrong
+
+
+def raised(*tensors: torch.Tensor, **keywords: Any) -> str:
+    """Returns the error of a call."""
+    try:
+        attention(*tensors, **keywords)
+    except (ProblemError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def agreement(rank: int, ranks: int) -> list[str]:
+    """Ranks that disagree get an error on every rank: in a group's first call, and with check=True."""
+    q = torch.randn(1, 8, 2 * ranks, 8)
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"softcap": float(rank)}, "ranks disagree about softcap: rank 0 has 0.0, rank 1 has 1.0"),
+        ({"scheme": "ring" if rank else "gather"}, "ranks disagree about scheme: rank 0 has 'gather'"),
+        ({"layout": Layout(16, ranks, "zigzag" if rank else "contiguous")}, "ranks disagree about layout"),
+        ({"sinks": torch.zeros(2 * ranks)} if rank else {}, "ranks disagree about score_mod, mask_mod, bias and sinks"),
+    ]
+    wrong = [f"{text}: {raised(q, q, q, **call)}" for call, text in calls if text not in raised(q, q, q, **call)]
+    attention(q, q, q)
+    for call, text in calls:
+        if text not in (got := raised(q, q, q, **call, check=True)):
+            wrong.append(f"{text}: {got}")
+    return wrong
+
+
+def refusals(rank: int, ranks: int) -> list[str]:
+    """Bad arguments are refused on a rank before anything is sent."""
+    q = torch.randn(1, 8, 3, 8)
+    layout = Layout(16, ranks)
+    attention(q, q, q)
+    wrong = []
+    for tensors, keywords, text in (
+        ((q[:, :7], q, q), {"layout": layout}, f"q has 7 rows, but rank {rank} holds 8 of the layout"),
+        ((q[0], q, q), {}, "q has 3 axes; give (batch, rows of this rank, heads, head_dim)"),
+        ((q, q, q), {"scheme": "rings"}, "scheme='rings' is unknown; give one of 'auto', 'ring', 'ulysses', 'gather'"),
+        ((q, q, q), {"scheme": "ulysses"}, "3 query heads are no multiple of 2 ranks; give scheme='gather' or 'auto'"),
+        ((q, q, q), {"scheme": "ring", "mask_mod": lambda b, h, i, j: i >= j}, "'ring': it has no mask_mod"),
+        ((q, q, q), {"layout": Layout(16, 3)}, "the layout is for 3 ranks, but the group has 2"),
+        ((q, q, q), {"layout": Layout(16, 2, rank=1 - rank)}, "but this process is rank"),
+        ((q, q, q), {"layout": 16}, "layout is int; give a cuflash.distributed.Layout"),
+        (
+            (q.repeat(2, 1, 1, 1),) * 3,
+            {"layout": Layout([0, 3, 16], 2)},
+            "q has batch 2, but the layout packs documents",
+        ),
+        ((q, q, q), {"causal": 1}, "causal=1 is an int; give True or False"),
+        ((q, q, q), {"window_size": 3}, "window_size=3 is not a pair"),
+    ):
+        got = raised(*tensors, **keywords)  # type: ignore[arg-type]
+        wrong += [] if text in got else [f"{text}: {got}"]
+    return wrong
+
+
+def mesh(rank: int, ranks: int) -> list[str]:
+    """A mesh is a group, and DTensors are sharded by rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.manual_seed(0)
+    wrong = []
+    device_mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    q, k, v = torch.randn(3, 2, 20, 2, 8)
+    layout = Layout(20, device_mesh)
+    locals_ = [layout.shard(x).requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*locals_, layout=layout, group=device_mesh, causal=True, return_lse=True)  # type: ignore[misc]
+    expected = whole_attention(q, k, v, causal=True)
+    if not torch.allclose(unshard(out, layout, group=device_mesh), expected, atol=1e-5):
+        wrong.append("a mesh gives another out")
+    wrapped = [DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False) for x in locals_]
+    out_2, lse_2 = attention(*wrapped, causal=True, return_lse=True)  # type: ignore[misc]
+    if not (torch.equal(out_2.to_local(), out) and torch.equal(lse_2.to_local(), lse)):
+        wrong.append("DTensors give another out")
+    if (tuple(out_2.shape), tuple(lse_2.shape)) != ((2, 20, 2, 8), (2, 2, 20)):
+        wrong.append(f"shapes {out_2.shape}, {lse_2.shape}")
+    out_2.to_local().sum().backward()
+    (dq,) = torch.autograd.grad(out.sum(), locals_[:1])
+    if not torch.allclose(locals_[0].grad, dq, atol=1e-6):
+        wrong.append("DTensors give another gradient")
+    if "with placements [Shard(1)], or local tensors" not in raised(wrapped[0], *locals_[1:]):
+        wrong.append("a local k beside a DTensor q is taken")
+    return wrong
+
+
+def autograd(rank: int, ranks: int) -> list[str]:
+    """Gradients flow through unshard and checkpoints, second reads of saved tensors are not needed; inputs stay."""
+    from torch.utils.checkpoint import checkpoint
+
+    wrong = []
+    layout = Layout(17, ranks, rank=rank)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for scheme in ("ring", "ulysses", "gather"):
+            torch.manual_seed(0)
+            x = torch.randn(1, 17, 2, 8, dtype=dtype)
+            sinks = torch.randn(2, dtype=dtype)
+            before = sinks.clone()
+            mine = layout.shard(x).requires_grad_()
+
+            def call(y: torch.Tensor, scheme: str = scheme, sinks: torch.Tensor = sinks) -> torch.Tensor:
+                return unshard(attention(y, y, y, layout=layout, scheme=scheme, causal=True, sinks=sinks), layout)
+
+            whole = x.clone().requires_grad_()
+            expected = whole_attention(whole, whole, whole, causal=True, sinks=sinks)
+            bound = 0.05 if dtype == torch.bfloat16 else 1e-5
+            weights = torch.randn_like(expected)
+            (correct,) = torch.autograd.grad((expected * weights).sum() * ranks, whole)
+            for name, out in (("plain", call(mine)), ("checkpoint", checkpoint(call, mine, use_reentrant=False))):
+                (grad,) = torch.autograd.grad((out * weights).sum(), mine)
+                if out.dtype != dtype or not torch.allclose(out, expected, atol=bound):
+                    wrong.append(f"{name} {dtype} {scheme}: another out")
+                if not torch.allclose(grad, layout.shard(correct), atol=8 * bound):
+                    wrong.append(f"{name} {dtype} {scheme}: another gradient")
+            if not torch.equal(sinks, before):
+                wrong.append(f"{scheme} writes to sinks")
+    return wrong
+
+
+def main() -> None:
+    """Runs one check as one rank."""
+    rank, ranks, store, check, *arguments = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    try:
+        wrong = globals()[check](rank, ranks, *arguments)
+    except Exception:
+        print(f"rank {rank}: {traceback.format_exc()}", flush=True)
+        os._exit(1)  # the other ranks find the connection closed
+    for text in wrong:
+        print(f"rank {rank} differs: {text}", flush=True)
+    print(f"ran {check}", flush=True)
+    # All results are there: a group destroyed while another rank still reads ends that rank with an abort.
+    dist.barrier()
+    os._exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
