@@ -60,7 +60,7 @@ NEEDING = [path for path in sorted(FOLDER.glob("*.py")) if imports(path)]
 def test_all_imports_of_packages_that_may_be_missing_are_explained() -> None:
     """Other modules import such packages only after a check that they are installed."""
     assert [path.stem for path in NEEDING] == [
-        "handover", "how_it_works", "jax_training", "torch_training", "transformers_generation",
+        "context_parallel", "handover", "how_it_works", "jax_training", "torch_training", "transformers_generation",
     ]  # fmt: skip
     bare = r"^(?:import|from) (?:torch|jax|transformers|matplotlib|cupy|cuflash\.frameworks)\b"
     assert not [path.stem for path in FOLDER.glob("*.py") if re.search(bare, path.read_text("utf-8"), re.MULTILINE)]

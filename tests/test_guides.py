@@ -55,7 +55,16 @@ def name_of(page: Path) -> str:
 
 def test_all_pages_are_there_and_hold_code() -> None:
     names = {page.stem for page in GUIDES}
-    assert names == {"comparison", "frameworks", "limits", "mods", "performance", "troubleshooting", "varlen"}
+    assert names == {
+        "comparison",
+        "distributed",
+        "frameworks",
+        "limits",
+        "mods",
+        "performance",
+        "troubleshooting",
+        "varlen",
+    }
     runnable = {each.page for each in SECTIONS if any(block.language == "python" for block in each.blocks)}
     assert runnable >= {README, *GUIDES}
 

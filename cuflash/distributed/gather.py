@@ -18,8 +18,8 @@ from .scheme import Call, with_offsets
 class Fetch(NamedTuple):
     """Rows that a rank sends and receives, and the place of the keys of each piece of its rows among them.
 
-    send, receive: numbers of rows for and from each rank. sent: its local rows, in the order of ranks. order: received rows in the order of the sequence. starts: the first
-    fetched row of each piece's keys.
+    send, receive: numbers of rows for and from each rank. sent: its local rows, in the order of ranks. order: received
+    rows in the order of the sequence. starts: the first fetched row of each piece's keys.
     """
 
     send: list[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,48 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 _RUN = {"ring": ring, "ulysses": ulysses, "gather": gather}
 
 
+class DistributedOptions(TypedDict, total=False):
+    """Keywords of `attention` except return_lse."""
+
+    layout: Layout | None
+    group: Any
+    scheme: Scheme
+    softmax_scale: float | None
+    causal: bool
+    window_size: WindowSize
+    softcap: float
+    deterministic: bool
+    num_splits: int
+    split_size: int | None
+    score_mod: Any
+    mask_mod: Any
+    bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+    check: bool
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[DistributedOptions],
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DistributedOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[DistributedOptions]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -187,7 +229,7 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def _of_dtensors(q: Any, k: Any, v: Any, keywords: dict[str, Any]) -> Any:
+def _of_dtensors(q: Any, k: Any, v: Any, keywords: Any) -> Any:
     """Calls `attention` with the local rows of DTensors that are sharded by rows; results are such DTensors."""
     mesh = q.device_mesh
     for name, x in (("q", q), ("k", k), ("v", v)):
