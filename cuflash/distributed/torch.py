@@ -125,7 +125,7 @@ def attention(
     return_lse : bool, default False
         Returns (out, lse) instead of out.
     num_splits, split_size
-        As in `cuflash.forward`. With num_splits=1, or one split_size, "ulysses" and "gather" give the bits of one GPU.
+        As in `cuflash.forward`.
     score_mod : function (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces a scaled one. Indices are those of the whole problem: heads of all ranks, and
         positions within the document. Not for "ring".
