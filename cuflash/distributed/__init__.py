@@ -7,6 +7,8 @@ Example::
     layout = Layout(seqlen, torch.distributed.group.WORLD)    # or cu_seqlens of packed documents
     x, positions = layout.shard(x, dim=1), layout.positions()
     out = attention(q, k, v, layout=layout, causal=True)    # this rank's rows
+
+`attention` and `unshard` are for PyTorch; `cuflash.distributed.jax.attention` runs within `jax.shard_map`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from .. import backward, forward, merge_states
 from ..errors import UnsupportedError
+from .choice import ring_lacks
 from .exchange import start_shift
 from .rectangles import Rectangle, rectangles
 from .scheme import Call
@@ -23,15 +24,9 @@ _forward: Any = forward  # overloads do not take keywords of a dict
 _backward: Any = backward
 
 
-def refuses(mods: dict[str, Any]) -> str | None:
-    """Returns why this scheme cannot run such a call, or None."""
-    names = [name for name in ("score_mod", "mask_mod", "bias") if name in mods]
-    return f"it has no {', '.join(names)}" if names else None
-
-
 def ring(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a rank's rows."""
-    if reason := refuses(call.mods):
+    if reason := ring_lacks(call.mods):
         raise UnsupportedError(f"scheme='ring': {reason}; give scheme='gather' or 'auto'")
     out, lse = _Ring.apply(call, q, k, v, call.mods.get("sinks"))
     return out, lse

@@ -25,6 +25,12 @@ class Call:
         self.options, self.mods = options, mods
         self.rows = [layout.num_rows(each) for each in range(layout.ranks)]
 
+    @property
+    def has_bias_rows(self) -> bool:
+        """True if the bias differs from row to row."""
+        bias = self.mods.get("bias")
+        return bias is not None and bias.shape[-2] > 1
+
     @staticmethod
     def bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """Returns bounds of sequences as int32 on a device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal, TypedDict, Unpack, get_args, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,7 @@ from ..frameworks.torch import check_tensor
 from ..frameworks.torch.tensors import uncompiled
 from ..problem.options import WindowSize, check_flag, check_window
 from ..units import kind_of
-from . import ring as ring_scheme
-from . import ulysses as ulysses_scheme
+from .choice import SCHEMES, Scheme, choose
 from .exchange import check_agreement, exchange
 from .gather import gather
 from .layout import Layout
@@ -23,8 +22,6 @@ from .ring import ring
 from .scheme import Call
 from .ulysses import ulysses
 
-Scheme = Literal["auto", "ring", "ulysses", "gather"]
-SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 _RUN = {"ring": ring, "ulysses": ulysses, "gather": gather}
 
 
@@ -219,7 +216,9 @@ def attention(
         **options, "score_mod, mask_mod, bias and sinks": sorted(mods),
     }, check)  # fmt: skip
     call = Call(layout, rank, group, window, options, mods)
-    out, lse = _RUN[choose(call, q, k) if scheme == "auto" else scheme](call, q, k, v)
+    if scheme == "auto":
+        scheme = choose(layout, window, q.shape[2], k.shape[2], mods, call.has_bias_rows)
+    out, lse = _RUN[scheme](call, q, k, v)
     return (out, lse) if return_lse else out
 
 
@@ -251,23 +250,6 @@ def _of_dtensors(q: Any, k: Any, v: Any, keywords: Any) -> Any:
         shards = [type(q.placements[0])(axis)]
         wrapped.append(type(q).from_local(x, mesh, shards, run_check=False, shape=shape, stride=stride))
     return tuple(wrapped) if keywords["return_lse"] else wrapped[0]
-
-
-def choose(call: Call, q: torch.Tensor, k: torch.Tensor) -> str:
-    """Returns the scheme for a call: one that can run it, with least bytes where several can."""
-    ranks, heads_q, heads_kv = call.layout.ranks, q.shape[2], k.shape[2]
-    bias = call.mods.get("bias")
-    is_ring = ring_scheme.refuses(call.mods) is None
-    is_ulysses = ulysses_scheme.refuses(heads_q, ranks, bias is not None and bias.shape[-2] > 1) is None
-    if call.window.left is not None or not (is_ring or is_ulysses):
-        return "gather"
-    # Elements that a rank sends in forward, per row and column of a head. The ring's travel beside the kernels, but
-    # under a causal mask only where it has no documents, which leave it rectangles of few rows.
-    by_ulysses = 2 * (heads_q + max(heads_kv, ranks)) / ranks
-    by_ring = 2 * heads_kv
-    if is_ulysses and (not is_ring or by_ulysses <= by_ring):
-        return "ulysses"
-    return "ring"
 
 
 def unshard(x: torch.Tensor, layout: Layout, dim: int = 1, group: Any = None) -> torch.Tensor:

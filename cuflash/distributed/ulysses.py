@@ -10,16 +10,10 @@ import torch
 
 from ..errors import UnsupportedError
 from ..frameworks.torch import attention
+from .choice import ulysses_lacks
 from .exchange import exchange
 from .layout import Layout
 from .scheme import Call, with_offsets
-
-
-def refuses(heads_q: int, ranks: int, has_bias_rows: bool) -> str | None:
-    """Returns why this scheme cannot run such a call, or None."""
-    if heads_q % ranks:
-        return f"{heads_q} query heads are no multiple of {ranks} ranks"
-    return "a bias with rows of its own is sharded by rows, not by heads" if has_bias_rows else None
 
 
 def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +21,7 @@ def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     layout, rank, ranks = call.layout, call.rank, call.layout.ranks
     heads_q, heads_kv = q.shape[2], k.shape[2]
     bias = call.mods.get("bias")
-    if reason := refuses(heads_q, ranks, bias is not None and bias.shape[-2] > 1):
+    if reason := ulysses_lacks(heads_q, ranks, call.has_bias_rows):
         raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='gather' or 'auto'")
     if heads_kv % ranks:
         # Fewer kv heads than ranks: each goes to all ranks whose query heads read it. Gradients add up.

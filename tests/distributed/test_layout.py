@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from workers import run_python
 
 from cuflash import ProblemError
 from cuflash.distributed import Layout
@@ -135,3 +136,8 @@ def test_cuts_are_even() -> None:
     sizes = [span.size for (span,) in layout.spans]
     assert sum(sizes) == 103
     assert all(abs(a - b) <= 1 for a, b in pairwise(sizes))
+
+
+def test_layouts_import_neither_pytorch_nor_jax() -> None:
+    code = "import sys; from cuflash.distributed import Layout; print({'torch', 'jax'} & set(sys.modules))"
+    assert run_python("-c", code).split() == ["set()"]

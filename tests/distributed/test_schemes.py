@@ -17,7 +17,7 @@ SCRIPT = ROOT / "tests" / "support" / "distributed_cases.py"
 
 
 def run_ranks(ranks: int, folder: Path, *arguments: object) -> str:
-    """Runs the script as so many processes of a group; returns what they print. All end once one has failed."""
+    """Runs the script as so many processes of a group; returns what they print. If one ends early, the others fail too."""
     store = folder / "store"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     running = [
@@ -27,17 +27,12 @@ def run_ranks(ranks: int, folder: Path, *arguments: object) -> str:
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    texts = []
     try:
-        for process in running:
-            texts.append(process.communicate()[0])
-            if process.returncode:
-                break
+        return "\n".join(process.communicate()[0] for process in running)
     finally:
         for process in running:
             process.kill()
             process.wait()
-    return "\n".join(texts)
 
 
 @pytest.mark.slow(30)

@@ -123,7 +123,7 @@ def failures(seed: int, rank: int, ranks: int) -> list[str]:
         pairs["d" + name] = grad, expected[name] if axis is None else layout.shard(expected[name], axis, rank)
     wrong = []
     for name, (result, correct) in pairs.items():
-        scale = max(1.0, *correct.detach().nan_to_num(posinf=0.0, neginf=0.0).abs().flatten().tolist())
+        scale = max([1.0, *correct.detach().nan_to_num(posinf=0.0, neginf=0.0).abs().flatten().tolist()])
         if not torch.allclose(result, correct, rtol=0.0, atol=MOST_ERROR * scale):
             wrong.append(f"{name} differs by {float((result - correct).abs().max()):.3g}")
     return wrong

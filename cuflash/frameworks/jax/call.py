@@ -21,13 +21,13 @@ from .primitives import check_not_reduced
 def run(named: dict[str, Any], options: Options, with_lse: bool, op: Op | None = None) -> Any:
     """Returns the result of a call of operands by name, in the op's order. op: None for a plain call."""
     arrays = arrays_of(**named)
-    static = _static(tuple(named), arrays, options, op)
+    static = static_of(tuple(named), arrays, options, op)
     if len(named) > 3:
         _check_values(named, arrays, options, op)
     return autograd.attention(static, with_lse, *_varying_alike(static.names, arrays))
 
 
-def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, op: Op | None) -> CallOptions:
+def static_of(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, op: Op | None = None) -> CallOptions:
     """Validates a call; returns all of it but its arrays."""
     call_key = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key(), op
     try:
