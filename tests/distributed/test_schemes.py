@@ -17,7 +17,7 @@ SCRIPT = ROOT / "tests" / "support" / "distributed_cases.py"
 
 
 def run_ranks(ranks: int, folder: Path, *arguments: object) -> str:
-    """Runs the script as so many processes of a group; returns what they print. If one ends early, the others fail too."""
+    """Runs the script as so many processes of a group; returns what they print. If one ends, so do the others."""
     store = folder / "store"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     running = [
