@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .. import backward, forward, merge_states
 from ..errors import UnsupportedError
@@ -43,6 +44,7 @@ class _Ring(Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *sinks = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks.torch import check_tensor
-from ..frameworks.torch.tensors import uncompiled
+from ..frameworks.torch.tensors import autocast, is_autocast, uncompiled
 from ..problem.options import WindowSize, check_flag, check_window
 from ..units import kind_of
 from .choice import SCHEMES, Scheme, choose
@@ -194,6 +194,8 @@ def attention(
         raise ProblemError(f"scheme={scheme!r} is unknown; give one of {', '.join(map(repr, SCHEMES))}")
     for name, flag in (("return_lse", return_lse), ("check", check), ("causal", causal)):
         check_flag(name, flag)
+    if is_autocast(q):
+        q, k, v = autocast(q, k, v)
     group = group_of(group)
     layout, rank = _layout_of(layout, group, q)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -206,6 +208,7 @@ def attention(
         raise ProblemError(f"q has batch {q.shape[0]}, but the layout packs documents; give batch 1")
     left, right = check_window(window_size)
     window = Window(left, 0 if causal else right)
+    deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic,
                                "num_splits": num_splits, "split_size": split_size}  # fmt: skip
     named = {"score_mod": score_mod, "mask_mod": mask_mod, "bias": bias, "sinks": sinks}

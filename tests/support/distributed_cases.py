@@ -255,6 +255,15 @@ def autograd(rank: int, ranks: int) -> list[str]:
                     wrong.append(f"{name} {dtype} {scheme}: another gradient")
             if not torch.equal(sinks, before):
                 wrong.append(f"{scheme} writes to sinks")
+            with torch.autocast("cpu", torch.bfloat16):
+                if call(mine).dtype != (dtype if dtype == torch.float64 else torch.bfloat16):
+                    wrong.append(f"{scheme} ignores autocast of {dtype}")
+            (first,) = torch.autograd.grad((call(mine) * weights).sum(), mine, create_graph=True)
+            try:
+                torch.autograd.grad(first.sum(), mine)
+                wrong.append(f"{scheme} has a second derivative")
+            except (RuntimeError, UnsupportedError):
+                pass
     return wrong
 
 
