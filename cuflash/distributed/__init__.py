@@ -16,12 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .layout import Layout
+from .plan import plan
 
 if TYPE_CHECKING:
     from .torch import attention as attention
     from .torch import unshard as unshard
 
-__all__ = ["Layout", "attention", "unshard"]
+__all__ = ["Layout", "attention", "plan", "unshard"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,144 @@
+"""The plan of a distributed call: work and bytes of every rank, by integers alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import ProblemError
+from ..problem.options import WindowSize, check_flag, check_integer, check_window
+from ..units import memory, work
+from .choice import SCHEMES, Scheme, choose, ulysses_lacks
+from .layout import Layout
+from .rectangles import Window, needed_keys, pieces_of, rectangles
+
+
+class RankPlan(NamedTuple):
+    """One rank's part of forward.
+
+    rows: rows that it holds. calls: calls of attention. flops: operations of its visible pairs, 2 for each product.
+    bytes_received: of keys, values, queries and results, from other ranks.
+    """
+
+    rows: int
+    calls: int
+    flops: int
+    bytes_received: int
+
+
+class Plan(NamedTuple):
+    """The plan of a call. print(plan) shows all ranks."""
+
+    scheme: Scheme
+    layout: Layout
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """The largest work of a rank over the mean, 1.0 for equal work."""
+        flops = [each.flops for each in self.ranks]
+        return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"scheme {self.scheme!r} over {self.layout}: forward, largest work {self.imbalance:.2f} times the mean"
+        ]
+        lines += [
+            f"rank {rank}: {each.rows} rows, {each.calls} calls, {work(each.flops)}, "
+            f"{memory(each.bytes_received)} received"
+            for rank, each in enumerate(self.ranks)
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    layout: Layout,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    scheme: Scheme = "auto",
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    itemsize: int = 2,
+) -> Plan:
+    """Returns the work and the bytes of every rank in forward. Nothing runs, and no group is needed.
+
+    Parameters
+    ----------
+    layout : Layout
+        The rows of each rank.
+    heads_q, heads_kv : int
+        Numbers of heads.
+    head_dim : int
+        Columns of a head of q and k.
+    head_dim_v : int, default head_dim
+        Columns of a head of v.
+    scheme : {"auto", "ring", "ulysses", "gather"}, default "auto"
+        As in `cuflash.distributed.attention`.
+    causal : bool, default False
+        Hides later keys.
+    window_size : (left, right), default (-1, -1)
+        Numbers of visible keys on both sides; -1 or None for an open side.
+    itemsize : int, default 2
+        Bytes of an element.
+
+    Returns
+    -------
+    Plan
+        Scheme and plans of the ranks, for a batch of 1.
+
+    Raises
+    ------
+    ProblemError
+        For an unknown scheme, or heads that the ranks do not divide with "ulysses".
+
+    Examples
+    --------
+    >>> from cuflash.distributed import Layout, plan
+    >>> print(plan(Layout(4096, ranks=2), 8, 2, 128, causal=True, scheme="ring"))
+    scheme 'ring' over Layout(zigzag, 4096 rows, 2 ranks of 2048 rows): forward, largest work 1.00 times the mean
+    rank 0: 2048 rows, 2 calls, 17 GFLOP, 2 MiB received
+    rank 1: 2048 rows, 2 calls, 17 GFLOP, 2 MiB received
+    """
+    if scheme not in SCHEMES:
+        raise ProblemError(f"scheme={scheme!r} is unknown; give one of {', '.join(map(repr, SCHEMES))}")
+    numbers = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim, "itemsize": itemsize}
+    heads_q, heads_kv, head_dim, itemsize = (check_integer(name, value) for name, value in numbers.items())
+    head_dim_v = head_dim if head_dim_v is None else check_integer("head_dim_v", head_dim_v)
+    left, right = check_window(window_size)
+    window, ranks = Window(left, 0 if check_flag("causal", causal) else right), layout.ranks
+    if scheme == "auto":
+        scheme = choose(layout, window, heads_q, heads_kv)
+    if scheme == "ulysses" and (reason := ulysses_lacks(heads_q, ranks)):
+        raise ProblemError(f"scheme='ulysses': {reason}; give scheme='gather', 'ring' or 'auto'")
+    rows = [layout.num_rows(rank) for rank in range(ranks)]
+    pairs = [_visible_pairs(layout, rank, window) for rank in range(ranks)]
+    plans = []
+    for rank in range(ranks):
+        flops, calls = 2 * pairs[rank] * heads_q * (head_dim + head_dim_v), 1
+        if scheme == "ulysses":
+            flops, heads = 2 * sum(pairs) * (heads_q // ranks) * (head_dim + head_dim_v), heads_q // ranks
+            copies = heads_kv if heads_kv % ranks == 0 else ranks if ranks % heads_kv == 0 else heads_q
+            of_a_row = heads * head_dim + copies // ranks * (head_dim + head_dim_v)
+            elements = (layout.seqlen - rows[rank]) * of_a_row + rows[rank] * (heads_q - heads) * head_dim_v
+        elif scheme == "ring":
+            elements = (ranks - 1) * max(rows) * heads_kv * (head_dim + head_dim_v)
+            calls += sum(len(rectangles(layout, rank, other, window)) for other in range(ranks) if other != rank)
+        else:
+            needed = {row for keys in needed_keys(layout, rank, window) for row in range(*keys)}
+            elements = len(needed.difference(layout.indices(rank).tolist())) * heads_kv * (head_dim + head_dim_v)
+            calls = len(pieces_of(layout, rank, window))
+        plans.append(RankPlan(rows[rank], calls, flops, elements * itemsize))
+    return Plan(scheme, layout, tuple(plans))
+
+
+def _visible_pairs(layout: Layout, rank: int, window: Window) -> int:
+    """Returns the pairs of a row of a rank and a key that it sees."""
+    bounds, rows, positions = np.array(layout.cu_seqlens), layout.indices(rank), layout.positions(rank)
+    later = bounds[np.searchsorted(bounds, rows, "right")] - 1 - rows
+    before = positions if window.left is None else np.minimum(positions, window.left)
+    after = later if window.right is None else np.minimum(later, window.right)
+    return int((before + after + 1).sum())

@@ -1,0 +1,81 @@
+"""Plans of distributed calls, beside counts over all pairs; and the choice of a scheme."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from doctests import run_examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash import ProblemError
+from cuflash.distributed import Layout, plan
+from cuflash.distributed.choice import choose
+from cuflash.distributed.layout import KINDS
+from cuflash.distributed.rectangles import Window
+
+SIDES = st.one_of(st.none(), st.integers(0, 50))
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 5), st.sampled_from(KINDS), SIDES, SIDES)
+def test_work_and_bytes_are_the_counts_over_all_pairs(
+    lengths: list[int], ranks: int, kind: Any, left: int | None, right: int | None
+) -> None:
+    layout = Layout([0, *np.cumsum(lengths).tolist()], ranks, kind, chunk=9)
+    rows = np.arange(layout.seqlen)
+    documents, distance = np.searchsorted(layout.cu_seqlens, rows, "right"), rows[:, None] - rows
+    mask = (documents[:, None] == documents) & (distance <= (99 if left is None else left))
+    mask &= -distance <= (99 if right is None else right)
+    heads_q, heads_kv = 2 * ranks, 2
+    total = 2 * int(mask.sum()) * heads_q * (8 + 16)
+    for scheme in ("ring", "ulysses", "gather"):
+        parts = plan(layout, heads_q, heads_kv, 8, 16, scheme=scheme, window_size=(left, right)).ranks
+        assert [part.rows for part in parts] == [layout.num_rows(rank) for rank in range(ranks)]
+        assert sum(part.flops for part in parts) == total
+        if scheme != "ulysses":
+            assert [part.flops * mask.sum() for part in parts] == [
+                mask[layout.indices(rank)].sum() * total for rank in range(ranks)
+            ]
+        if ranks == 1:
+            assert parts[0].bytes_received == 0
+    visible = [mask[layout.indices(rank)].any(0) for rank in range(ranks)]
+    for rank, part in enumerate(parts):  # of "gather": at least what is seen, at most 127 keys a document more
+        fetched = part.bytes_received // (2 * heads_kv * (8 + 16))
+        missing = int(np.delete(visible[rank], layout.indices(rank)).sum())
+        assert missing <= fetched <= layout.seqlen - layout.num_rows(rank)
+
+
+def test_a_plan_is_printed_by_ranks() -> None:
+    run_examples(plan)
+
+
+def test_the_bytes_of_a_window_do_not_grow_with_the_ranks() -> None:
+    received = [
+        max(
+            each.bytes_received for each in plan(Layout(n * 4096, n), 8, 2, 64, causal=True, window_size=(512, 0)).ranks
+        )
+        for n in (4, 16, 64)
+    ]
+    assert len(set(received)) == 1
+
+
+@pytest.mark.parametrize(("call", "scheme"), [
+    ({}, "ulysses"), ({"heads_q": 6}, "ring"), ({"heads_q": 16, "heads_kv": 1}, "ring"),
+    ({"window": Window(100, 0)}, "gather"), ({"mods": ("score_mod",)}, "ulysses"),
+    ({"mods": ("score_mod",), "heads_q": 6}, "gather"), ({"mods": ("bias",), "has_bias_rows": True}, "gather"),
+    ({"mods": ("sinks",), "heads_q": 6}, "ring"),
+])  # fmt: skip
+def test_a_scheme_is_chosen_by_options_and_bytes(call: dict[str, Any], scheme: str) -> None:
+    arguments = {"window": Window(None, 0), "heads_q": 8, "heads_kv": 8} | call
+    assert choose(Layout(4096, 4), **arguments) == scheme
+
+
+def test_bad_plans_are_refused() -> None:
+    with pytest.raises(ProblemError, match="6 query heads are no multiple of 4 ranks; give scheme='gather'"):
+        plan(Layout(64, 4), 6, 2, 64, scheme="ulysses")
+    with pytest.raises(ProblemError, match="scheme='rings' is unknown"):
+        plan(Layout(64, 4), 8, 2, 64, scheme="rings")  # type: ignore[arg-type]
+    with pytest.raises(ProblemError, match=r"heads_q=8\.0 is a float; give an integer"):
+        plan(Layout(64, 4), 8.0, 2, 64)  # type: ignore[arg-type]
