@@ -70,8 +70,8 @@ def forward(
     ----------
     q : array (batch, seqlen_q, heads_q, head_dim)
         Queries: a CuPy, PyTorch, JAX, NumPy or other DLPack array with any strides. The dtype is float16, bfloat16 or
-        float32, on the CPU also float64. head_dim is 1 to 256, or to 512 where the GPU's shared memory allows; on the
-        CPU any. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too, for all of q, k and v.
+        float32, on the CPU also float64. head_dim is 1 to 512, in float32 to 256 on sm_86, sm_89, sm_120 and sm_121; on
+        the CPU any. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too, for all of q, k and v.
     k : array (batch, seqlen_k, heads_kv, head_dim)
         Keys, of the framework, device and dtype of q. heads_q is a multiple of heads_kv. Query head h uses kv head
         `h // (heads_q // heads_kv)`.
@@ -193,7 +193,7 @@ def forward(
     Hidden keys. A mask hides k and v whatever they hold, with one exception. On a GPU, NaN or infinity in a hidden row
     of v may reach some queries, the same in each run. Such a query is less than 128 rows (Hopper: 192) from a query
     that sees a key less than 128 from that row. With algorithm="standard" it may be any query. Rows past a length
-    reach no query.
+    reach no query. A score of -inf, from score_mod or a bias of floats, is no mask: NaN in k stays NaN.
 
     References
     ----------
