@@ -200,41 +200,46 @@ def install() -> str:
     return table(("MB", *kinds.values()), lines)
 
 
-def errors() -> dict[tuple[str, str, float], list[float]]:
-    """Returns ratios of our errors to the worst peer's, by kind of dtype, op and size of the scores."""
+Ratios = dict[tuple[str, str, float], list[float]]  # by dtype, op and size of the scores
+
+
+def errors(statistic: Callable[[list[float]], float]) -> Ratios:
+    """Returns ratios of our errors to the largest (`max`) or smallest (`min`) of the peers'."""
     _, rows = of_errors.read(RESULTS / "accuracy.json")
-    ratios: dict[tuple[str, str, float], list[float]] = {}
+    ratios: Ratios = {}
     for row in rows:
-        if row.ours and (ratio := of_errors.ratio(rows, row, max)):
-            kind = "float32" if row.setting.case.dtype == "float32" else "16 bits"
-            ratios.setdefault((kind, row.op, row.setting.size), []).append(ratio)
+        if row.ours and (ratio := of_errors.ratio(rows, row, statistic)):
+            ratios.setdefault((row.setting.case.dtype, row.op, row.setting.size), []).append(ratio)
     return ratios
 
 
 def accuracy() -> str:
-    """Returns a table of ratios of our errors to the largest of the peers', by size of the scores."""
-    ratios, lines = errors(), []
-    for kind, size in dict.fromkeys((kind, size) for kind, _, size in ratios):
-        both = [ratios.get((kind, op, size), []) for op in ("forward", "backward")]
-        lines.append([kind, f"{size:g}", *(span(x) if x else "–" for x in both)])
-    return table(("dtype", "size of the scores", "forward", "backward"), lines)
+    """Returns a table of ratios of our errors to the largest and the smallest of the peers', by size of the scores."""
+    columns, lines = [errors(max), errors(min)], []
+    for dtype, size in dict.fromkeys((dtype, size) for dtype, _, size in columns[0]):
+        lines.append([dtype, f"{size:g}", *(span(ratios[dtype, op, size]) for ratios in columns for op in OURS)])
+    heads = (f"{op}, to the {which}" for which in ("largest", "smallest") for op in OURS)
+    return table(("dtype", "size of the scores", *heads), lines)
 
 
 def accuracy_in_words() -> str:
-    """Returns these ratios of errors in a sentence."""
-    ratios, (low, high) = errors(), of_errors.BETWEEN
+    """Returns these ratios of errors in sentences."""
+    largest, smallest, (*sizes, last) = errors(max), errors(min), of_errors.SIZES
 
-    def chosen_ratios(kind: str, chosen: Callable[[str, float], bool]) -> list[float]:
-        return [x for (this, op, size), some in ratios.items() if this == kind and chosen(op, size) for x in some]
+    def of(op: str, *dtypes: str) -> str:
+        return span(x for dtype in dtypes for size in of_errors.SIZES for x in largest[dtype, op, size])
 
-    plain = span(chosen_ratios("16 bits", lambda op, size: size <= low))
-    between = span(chosen_ratios("16 bits", lambda op, size: op == "forward" and low < size < high))
-    largest = max(chosen_ratios("16 bits", lambda op, size: size > low and (op == "backward" or size >= high)))
+    def most(sizes: list[float], *dtypes: str) -> str:
+        return f"{max(x for dtype in dtypes for op in OURS for size in sizes for x in smallest[dtype, op, size]):.1f}"
+
+    both = "float16", "bfloat16"
     return (
-        f"On one {card('', 'accuracy')}, in 16 bits ours are {plain} times the largest of theirs where scores have "
-        f"size 1, and up to {largest:.2f} times where they are larger, so that one key outweighs the others, but for "
-        f"forward with scores of size 3, {between} times; in float32 (three TF32 products) "
-        f"{span(chosen_ratios('float32', lambda op, size: True))} times."
+        f"Root mean square errors against float64, on one {card('', 'accuracy')}, beside the least accurate other "
+        f"library: in 16 bits {of('forward', *both)} times in forward, and {of('backward', *both)} times in backward; "
+        f"in float32 (three TF32 products) {of('forward', 'float32')} and {of('backward', 'float32')} times.\n\n"
+        f"Beside the most accurate one, with scores up to {sizes[-1]:g}: up to {most(sizes, *both)} times in 16 bits, "
+        f"and {most(sizes, 'float32')} times in float32. With scores of {last:g}: up to {most([last], 'float16')} "
+        f"times in float16, {most([last], 'bfloat16')} in bfloat16 and {most([last], 'float32')} in float32."
     )
 
 
@@ -250,9 +255,20 @@ SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
         "Times as fast as the fastest other library that takes the call:": models,
         "Not timed, because sampled rows were wrong:": wrong,
     },
-    "decode": {"One query a sequence; the GPU's memory gives {bandwidth} GB/s at most:": decode},
-    "masks": {"TFLOP/s of what is seen, and in brackets times as fast as compiled flex_attention:": masks},
-    "memory": {"Allocated by a call:": memory},
+    "decode": {
+        "One query a sequence, bfloat16; in brackets times as fast as the fastest other library. The GPU's memory "
+        "gives {bandwidth} GB/s at most:": decode
+    },
+    "masks": {
+        "TFLOP/s of what is seen, and in brackets times as fast as compiled flex_attention. The picture compares with "
+        "the fastest library that takes the call, such as FlashAttention-4 for causal:": masks
+    },
+    "memory": {"Allocated by a call (bfloat16, causal, batch 1, 16 heads, head dim 64), by seqlen:": memory},
+}
+PICTURES = {
+    "models": "Calls of published models: times as fast as the fastest other library",
+    "decode": "Decoding: GB/s of four libraries in 14 calls",
+    "masks": "Masks and scores: times as fast as the fastest other library",
 }
 
 
@@ -268,11 +284,13 @@ def details() -> str:
             versions = ", ".join(f"{name} {version}" for name, version in content["machine"]["versions"].items())
             parts += [f"### {preset}", f"`{content['command']}`: {versions}"]
             if path.with_suffix(".png").is_file():  # by `cuflash bench --draw`
-                parts.append(f"![Figures of {preset}]({gpu}/{preset}.png)")
+                parts.append(f"![{PICTURES[preset]}]({gpu}/{preset}.png)")
             for text, make in SECTIONS[preset].items():
                 parts += [text.replace("{bandwidth}", bandwidth), make(gpu)]
-    gpu = card("", "accuracy")
-    parts += ["## Errors", f"Root mean square of ours to the largest of the others', on one {gpu}:", accuracy()]
+    count = len(read("", "accuracy")["machine"]["gpus"])
+    gpu = f"one {card('', 'accuracy')}" + f" of the {count} in the machine" * (count > 1)
+    text = f"Root mean square errors of cuflash, as multiples of the largest and the smallest of the others', on {gpu}:"
+    parts += ["## Errors", text, accuracy()]
     parts.append("![Errors by seqlen and by the size of the scores, beside other libraries](accuracy.png)")
     return "\n\n".join([*parts, "## Downloads", install()]) + "\n"
 
@@ -307,7 +325,7 @@ def first_calls(kind: str) -> str:
     """Returns the time of first calls of our kernels: "cold" with a compile, "disk" from the cache."""
     startup = read(shown(), "paper")["startup"][kind]
     times = [seconds for op in ("forward", "backward") for seconds in startup[op].values()]
-    return f"{span(times, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in times), 0)} ms"
+    return f"{span(times, 1)} s" if kind == "cold" else f"{span((1e3 * x for x in times), 0)} ms"
 
 
 def first_calls_of_peer(name: str, factor: float, unit: str) -> str:
@@ -333,7 +351,19 @@ def models_in_words() -> str:
     return f"{'; '.join(rows)}, on one {card(gpu, 'models')}"
 
 
+def decode_in_words() -> str:
+    """Returns the range of ratios of decode steps, and the number of calls in which we are slower, on each GPU."""
+    parts = []
+    for gpu in GPUS:
+        rows = first_of_ours(rows_of(gpu, "decode", "forward"))
+        ratios = [ratio for row in rows if (ratio := best(row)) is not None]
+        slower = sum(ratio < 1 for ratio in ratios)
+        parts.append(f"{span(ratios)} times, slower in {slower} of {len(ratios)} calls, on one {card(gpu, 'decode')}")
+    return "; ".join(parts)
+
+
 PLACES: dict[str, Callable[[], str]] = {
+    "decode": decode_in_words,
     "models": models_in_words,
     "host": partial(host_times, "cuflash {op}"),
     "host of FlashAttention-4": partial(host_times, "FlashAttention-4"),

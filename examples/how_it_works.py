@@ -43,12 +43,11 @@ def draw_tiles(axes: Any) -> None:
         for column in range(TILES):
             colour = GREY if column > row else ORANGE if column == row else BLUE
             box(axes, column, row, 1, 1, colour)
-    axes.text(5.5, 1.5, "skipped", ha="center", va="center")
     axes.add_patch(Rectangle((0, AT_WORK), AT_WORK + 1, 1, fill=False, edgecolor="black", lw=2.5))
     axes.annotate("", (0.3, AT_WORK + 0.5), (AT_WORK + 0.7, AT_WORK + 0.5), arrowprops={"arrowstyle": "->", "lw": 2})
     label = "on the chip for\nthese queries:\nq, m, ℓ and o"
     axes.text(TILES + 0.2, AT_WORK + 0.5, label, va="center")
-    legend = (BLUE, "no mask needed"), (ORANGE, "mask applied"), (GREY, "not computed")
+    legend = (BLUE, "no mask needed"), (ORANGE, "mask applied"), (GREY, "skipped")
     for row, (colour, what) in enumerate(legend):
         box(axes, TILES + 0.2, row + 0.25, 0.5, 0.5, colour)
         axes.text(TILES + 0.9, row + 0.5, what, va="center")
@@ -72,12 +71,14 @@ def draw_warps(axes: Any) -> None:
             box(axes, begin + 2 * step + 1, lanes[lane], 1, 0.9, ORANGE, f"exp {step}")
         box(axes, begin + 2 * STEPS, lanes[lane], 1, 0.9, BLUE, f"next\nq k0\np v{STEPS - 1}")
     for x, colour, what in (0, GREEN, "TMA"), (1.9, BLUE, "tensor cores"), (5.1, ORANGE, "exp, sums, rounding"):
-        box(axes, x, 5.0, 0.5, 0.45, colour)
-        axes.text(x + 0.6, 5.22, what, va="center")
-    axes.set(xlim=(0, 2 * STEPS + 3), ylim=(5.5, 0), title="Warps of a block of queries on Hopper")
+        box(axes, x, 5.5, 0.5, 0.45, colour)
+        axes.text(x + 0.6, 5.72, what, va="center")
+    title = "Warps of a block of queries on Hopper (k0: its last tile of keys)"
+    axes.set(xlim=(0, 2 * STEPS + 3), ylim=(6.0, 0), title=title)
+    axes.annotate("", (2 * STEPS + 3, 4.85), (0, 4.85), arrowprops={"arrowstyle": "->", "lw": 1.5})
+    axes.text(2 * STEPS + 3, 5.02, "time", ha="right", va="top")
     axes.set_yticks([], [])
     axes.set_xticks([], [])
-    axes.set_xlabel("time →")
 
 
 def main() -> None:
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", default="how_it_works.png", help="the picture; default %(default)s")
     path = parser.parse_args().file
     pyplot.rcParams.update({"font.size": 12.5, "axes.titlesize": 12.5})  # legible on a phone: 11 of 375 pixels
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(6, 9), height_ratios=(1, 1.1), layout="constrained")
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(6, 9.3), height_ratios=(1, 1.1), layout="constrained")
     draw_tiles(top)
     draw_warps(bottom)
     for axes in (top, bottom):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from pages import (
     CONTRIBUTING,
+    EXAMPLES,
     FENCED,
     GUIDE,
     PAGES,
@@ -67,6 +68,11 @@ def test_all_pages_are_there_and_hold_code() -> None:
     }
     runnable = {each.page for each in SECTIONS if any(block.language == "python" for block in each.blocks)}
     assert runnable >= {README, *GUIDES}
+
+
+def test_all_examples_are_listed() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\) \|", EXAMPLES.read_text("utf-8"), re.MULTILINE)
+    assert sorted([*listed, "packages.py"]) == sorted(path.name for path in EXAMPLES.parent.glob("*.py"))
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=str)

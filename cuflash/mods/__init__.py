@@ -1,8 +1,11 @@
-"""Traces score_mod and mask_mod into expression graphs, with derivatives, intervals and CUDA text.
+"""Ready-made scores and masks, and functions for your own.
 
-The package exports ready-made masks and scores, and functions that a score_mod or mask_mod may call. An example:
+A score_mod or mask_mod may be one of these, or call them:
 
     out = cuflash.forward(q, k, v, mask_mod=mods.and_masks(mods.causal, mods.document(offsets)))
+
+Functions of scalars, such as exp and where, take traced scalars and numbers. The result is a number if no argument is
+traced. ProblemError is raised if the number or the types of the arguments do not fit.
 
 Integers are computed as int64 where int32 may not hold them. Sums of captured integers of 32 and 64 bits wrap at 2^63,
 as int64 does in NumPy and PyTorch. Sums of indices and lengths that may exceed 2^63 are refused. Captured uint64 are

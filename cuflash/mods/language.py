@@ -7,6 +7,7 @@ score_mod or mask_mod that runs with every array library, or with none. In the e
 
 from __future__ import annotations
 
+from inspect import Parameter, Signature
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,28 @@ from .tracing.functions import call
 from .tracing.operand import Operand, as_node, fault
 from .tracing.tracers import TracedScalar
 
-FUNCTIONS = (
-    *("where", "minimum", "maximum", "clip", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid"),
-    *("sin", "cos", "erf", "floor", "ceil", "trunc", "round", "sign"),
-)
+FUNCTIONS = {  # by name: the parameters, and the result
+    "where": ("condition, x, y", "x where the condition is true, else y"),
+    "minimum": ("x, y", "the smaller of x and y; NaN if either is NaN"),
+    "maximum": ("x, y", "the larger of x and y; NaN if either is NaN"),
+    "clip": ("x, min, max", "x, but at least min and at most max"),
+    "exp": ("x", "e to the power of x"),
+    "exp2": ("x", "2 to the power of x"),
+    "log": ("x", "the natural logarithm of x"),
+    "log2": ("x", "the logarithm of x to the base 2"),
+    "sqrt": ("x", "the square root of x"),
+    "rsqrt": ("x", "1 / sqrt(x)"),
+    "tanh": ("x", "the hyperbolic tangent of x"),
+    "sigmoid": ("x", "1 / (1 + exp(-x))"),
+    "sin": ("x", "the sine of x, in radians"),
+    "cos": ("x", "the cosine of x, in radians"),
+    "erf": ("x", "the error function of x"),
+    "floor": ("x", "x rounded down to an integer"),
+    "ceil": ("x", "x rounded up to an integer"),
+    "trunc": ("x", "x without its fraction"),
+    "round": ("x", "x rounded to an integer; halves become even"),
+    "sign": ("x", "the sign of x: -1, 0 or 1; NaN for NaN"),
+}
 
 
 def seqlen_q() -> Any:
@@ -121,23 +140,9 @@ def function(name: str) -> Any:
         numbers = [each.item() if isinstance(each, np.generic) else each for each in arguments]
         return call(name, numbers, {}, "cuflash").value
 
-    scalar_function.__name__ = scalar_function.__qualname__ = name
-    scalar_function.__doc__ = f"""Returns {name} of traced values or of numbers.
-
-    Parameters
-    ----------
-    *arguments : traced scalar or number
-        The operands by position: two for minimum and maximum, (condition, x, y) for where, (x, min, max) for clip, and
-        one for all others.
-
-    Returns
-    -------
-    traced scalar or number
-        The result: a number if no argument is traced.
-
-    Raises
-    ------
-    ProblemError
-        If the number or the types of the arguments do not fit.
-    """
-    return scalar_function
+    names, result = FUNCTIONS[name]
+    described: Any = scalar_function
+    described.__name__ = described.__qualname__ = name
+    described.__doc__ = f"Returns {result}."
+    described.__signature__ = Signature([Parameter(each, Parameter.POSITIONAL_ONLY) for each in names.split(", ")])
+    return described

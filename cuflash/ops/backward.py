@@ -179,10 +179,10 @@ def backward(
 
     Bits. Without deterministic, kernels add dq in no fixed order on a GPU. The sums take a float32 workspace of dq's
     size, head_dim rounded up to the kernel's head dim. So do dk and dv of keys that several thread blocks share. With
-    deterministic, Hopper's kernels add dq in the order of the keys. The kernels of any GPU compute the scores twice
+    deterministic, Hopper's kernels add dq in the order of the keys. The kernels for any GPU compute the scores twice
     instead, which takes about a third longer. Over head dim 128, Hopper has one kernel for each gradient, and bits
     repeat in any case. At most two thread blocks share keys there, and a sum of two has one order. Without
-    deterministic, grouped heads with few keys take the kernels of any GPU there, too (see `plan`). NumPy's results
+    deterministic, grouped heads with few keys take the kernels for any GPU there, too (see `plan`). NumPy's results
     always repeat.
 
     Precision. Weights are off by up to 4e-7 |score| of themselves (0.04 at 10^5), as lse is float32. On a GPU,

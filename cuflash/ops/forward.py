@@ -70,8 +70,8 @@ def forward(
     ----------
     q : array (batch, seqlen_q, heads_q, head_dim)
         Queries: a CuPy, PyTorch, JAX, NumPy or other DLPack array with any strides. The dtype is float16, bfloat16 or
-        float32, on the CPU also float64. head_dim is 1 to 256, or to 512 where the GPU's shared memory allows; on the
-        CPU any. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too, for all of q, k and v.
+        float32, on the CPU also float64. head_dim is 1 to 512, in float32 to 256 on sm_86, sm_89, sm_120 and sm_121; on
+        the CPU any. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too, for all of q, k and v.
     k : array (batch, seqlen_k, heads_kv, head_dim)
         Keys, of the framework, device and dtype of q. heads_q is a multiple of heads_kv. Query head h uses kv head
         `h // (heads_q // heads_kv)`.
@@ -120,7 +120,8 @@ def forward(
         Upper bound of the thread blocks that share the keys of a query. 0 chooses by the GPU's size and the lengths.
         More than one share them where most of the GPU would idle, as queries are few.
     split_size : int, optional
-        Switch for equal bits in every layout (see Notes). Any multiple of 128 has the same effect: no keys are split.
+        Switch for equal bits in every layout (see Notes). Despite its name, it splits no keys: any multiple of
+        128 has the same effect.
     score_mod : callable (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces the scaled and capped one.
     mask_mod : callable (b, h, q_idx, k_idx), optional
@@ -170,8 +171,8 @@ def forward(
     pages are hidden.
 
     Mods. The order is scale, softcap, score_mod, bias, masks. b is the sequence and h the query head; q_idx and k_idx
-    count from the begin of the sequence. `cuflash.mods.seqlen_q()` and `cuflash.mods.seqlen_k()` are its used lengths.
-    The functions take scalars and are traced once. They may use operators, `if`, and functions of NumPy, PyTorch,
+    count from the start of the sequence. `cuflash.mods.seqlen_q()` and `cuflash.mods.seqlen_k()` are its used lengths.
+    The functions take scalars and are traced once. They may use operators, `if`, and functions of NumPy, CuPy, PyTorch,
     jax.numpy, math and `cuflash.mods`. They may load `array[index, …]` from arrays that they refer to. Each call reads
     the values of these arrays. Negative indices count from the end, and others outside are clamped. `cuflash.mods`
     lists the types in which they compute: masks are exact for captured float64 and for integers beyond int32. A score
@@ -193,7 +194,7 @@ def forward(
     Hidden keys. A mask hides k and v whatever they hold, with one exception. On a GPU, NaN or infinity in a hidden row
     of v may reach some queries, the same in each run. Such a query is less than 128 rows (Hopper: 192) from a query
     that sees a key less than 128 from that row. With algorithm="standard" it may be any query. Rows past a length
-    reach no query.
+    reach no query. A score of -inf, from score_mod or a bias of floats, is no mask: NaN in k stays NaN.
 
     References
     ----------
@@ -209,7 +210,7 @@ def forward(
 
     ALiBi of two heads, on a GPU.
 
-        slopes = cupy.array([0.5, 0.25])
+        slopes = cupy.array([0.5, 0.25], "float32")
         out = cuflash.forward(q, k, v, causal=True, score_mod=lambda s, b, h, i, j: s - slopes[h] * abs(i - j))
     """
     if foreign:

@@ -86,8 +86,9 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     if tile is None:
         raise UnsupportedError(
             f"head dims ({problem.head_dim}, {problem.head_dim_v}) in {problem.dtype} have no tile on {device.name} "
-            f"({device.arch}, {device.smem_per_block} bytes of shared memory a block); 1 to 256 always fit, up to 512 "
-            "on sm_80, sm_90 and sm_100. Pass NumPy arrays, or algorithm='standard'."
+            f"({device.arch}, {device.smem_per_block} bytes of shared memory a block). 1 to 512 always fit in float16 "
+            "and bfloat16; float32 takes 1 to 256 on sm_86, sm_89, sm_120 and sm_121, and 1 to 512 elsewhere. Cast to "
+            "a dtype that fits, or pass NumPy arrays or algorithm='standard'."
         )
     if op == "lse":
         tile = replace(tile, head_dim_v=0, stages=2, max_slices=1, flash2_only=False)

@@ -317,7 +317,7 @@ def test_wrong_values_raise_in_the_call_with_the_callers_names(platform: str) ->
         jax.grad(lambda q: attention(q, x, x, seqused_q=np.array([1, 5], "int32")).sum())(x)
 
 
-def test_wrong_values_that_are_traced_raise_where_results_are_read(platform: str) -> None:
+def test_wrong_values_that_are_traced_raise_in_first_and_repeated_calls(platform: str) -> None:
     if platform != "cpu":
         pytest.skip("kernels on a GPU do not raise: they clamp lengths and skip pages that do not exist")
     for number, (call, wrong, text) in enumerate(wrong_values()):
@@ -325,6 +325,12 @@ def test_wrong_values_that_are_traced_raise_where_results_are_read(platform: str
         with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: ProblemError") as caught:
             jax.block_until_ready(jax.jit(lambda call=call, **wrong: call(**wrong))(**wrong))
         assert names in str(caught.value)
+    q, bounds = jnp.zeros((4, 1, 8)), jnp.array([0, 2, 4], "int32")
+    call = jax.jit(lambda bounds: attention(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds))
+    jax.block_until_ready(call(bounds))
+    # JAX 0.10 raises ValueError in a call that is not the first.
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"INVALID_ARGUMENT: ProblemError: cu_seqlens_q"):
+        jax.block_until_ready(call(bounds.at[1].set(5)))
 
 
 def pages(**more: Any) -> dict[str, Any]:

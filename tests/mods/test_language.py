@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -43,6 +44,9 @@ def test_functions_take_traced_values_and_numbers(name: str) -> None:
         plain[name] if name in plain else getattr(math, name)(0.5), rel=1e-6
     )
     assert scalar_function.__name__ == name
+    assert len(inspect.signature(scalar_function).parameters) == len(numbers)
+    with pytest.raises(ProblemError, match=name):
+        scalar_function(*numbers, 0.5, 0.5)
 
 
 def test_mods_exports_functions_masks_and_scores() -> None:

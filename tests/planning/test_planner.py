@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -198,8 +199,8 @@ def test_what_no_kernel_does_is_unsupported_with_a_way_out(dtype: str) -> None:
             with pytest.raises(UnsupportedError, match=r"batch 1048576 .*at most 2147483647.*Split the batch"):
                 make_plan(make_problem(op=op, dims=(2**20, 2**20, 1, 1, 1), dtype=dtype), DEVICES[arch])
         for op, dims, words in (
-            ("forward", (513, 64), r"\(513, 64\).*1 to 256 always fit.*NumPy arrays.*'standard'"),
-            ("forward", (64, 513), r"\(64, 513\).*1 to 256 always fit"),
+            ("forward", (513, 64), r"\(513, 64\).*1 to 512 always fit in float16.*NumPy arrays.*'standard'"),
+            ("forward", (64, 513), r"\(64, 513\).*1 to 512 always fit in float16"),
             ("backward", (257, 64), rf"\(257, 64\) in {dtype}.*{arch}.*1 to 256.*NumPy arrays"),
             ("backward", (64, 257), rf"\(64, 257\) in {dtype}.*{arch}.*1 to 256"),
         ):
@@ -209,8 +210,11 @@ def test_what_no_kernel_does_is_unsupported_with_a_way_out(dtype: str) -> None:
         if dtype != "float32" or arch not in ("sm_86", "sm_89", "sm_120", "sm_121"):
             assert make_plan(make_problem(512, 512, dtype=dtype), device).kernel.startswith("forward_sm80")
             continue
-        with pytest.raises(UnsupportedError, match=rf"\(512, 512\) in float32.*{arch}.*'standard'"):
-            make_plan(make_problem(512, 512, dtype=dtype), device)
+        assert make_plan(make_problem(256, 256, dtype=dtype), device).kernel.startswith("forward_sm80")
+        for dims in ((257, 64), (64, 257), (512, 512)):
+            text = rf"{re.escape(str(dims))} in float32.*{arch}.*float32 takes 1 to 256 on sm_86.*Cast.*'standard'"
+            with pytest.raises(UnsupportedError, match=text):
+                make_plan(make_problem(*dims, dtype=dtype), device)
     for states, words in (
         (merge_of(dtype, 64, rows=2**40), "outs of shape .*at most 2147483647"),
         (merge_of(dtype, 64)._replace(dtype="float64"), "float64.*cast.*NumPy"),

@@ -143,6 +143,8 @@ def test_least_numbers_hide_and_invisible_keys_leave_no_trace() -> None:
             gradients = backward(call_problem, out, q, k, v, out, lse, mod_scores=mod_scores, mod_gradients=sums)
             assert all(np.isfinite(x).all() for x in gradients)
             assert all((x[:, 20:] == 0).all() for x in gradients[1:])
+    k[:, 20:] = np.nan
+    assert np.isnan(flash2.forward(call_problem, q, k, v, mod_scores=make_mod_scores(call))[1]).all()  # floats: no mask
     everything = make_mod_scores({"bias": np.full((1, 1, 1, 1), -np.inf, np.float32)})
     out, lse = flash2.forward(call_problem, *arrays("float32"), mod_scores=everything)
     assert (out == 0).all()

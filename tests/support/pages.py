@@ -1,4 +1,4 @@
-"""Pages of documentation: README.md, the guide and CONTRIBUTING.md, with their sections, code, commands and links."""
+"""Pages of documentation (README.md, guide, examples, CONTRIBUTING.md) with sections, code, commands and links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from workers import ROOT
 
 README, GUIDE = ROOT / "README.md", ROOT / "examples" / "guide"
 CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"  # not in the sdist
-PAGES = [path for path in (README, CONTRIBUTING, *sorted(GUIDE.glob("*.md"))) if path.is_file()]
+EXAMPLES = ROOT / "examples" / "README.md"
+PAGES = [path for path in (README, CONTRIBUTING, EXAMPLES, *sorted(GUIDE.glob("*.md"))) if path.is_file()]
 FENCED = re.compile(r"^```(\w+)([\w ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKED = re.compile(r"<!-- [\w -]+ -->.*?<!-- end -->", re.DOTALL)  # figures that .ci/readme_tables.py writes
 FRAMEWORKS = ("torch", "jax", "transformers")

@@ -161,10 +161,11 @@ def attention(
     ------
     ProblemError, UnsupportedError, CompileError
         As in `cuflash.forward`, while the call is traced or lowered.
-    jax.errors.JaxRuntimeError
-        On the CPU, where results are read: for wrong values of lengths, pages or rows of a cache that were traced. It
-        begins with "INVALID_ARGUMENT: ProblemError", and arguments have their names here, also in calls of the other
-        functions. Values that are not traced raise ProblemError in the call. On a GPU, values are not read.
+    jax.errors.JaxRuntimeError, ValueError
+        On the CPU, in the call or where results are read: for wrong values of lengths, pages or rows of a cache that
+        were traced. JAX raises ValueError in repeated calls of a jitted function. The message begins with
+        "INVALID_ARGUMENT: ProblemError", and arguments have their names here, also in calls of the other functions.
+        Values that are not traced raise ProblemError in the call. On a GPU, values are not read.
 
     Notes
     -----

@@ -182,10 +182,10 @@ def attention(
 
     Notes
     -----
-    It works under `torch.compile(fullgraph=True)` with dynamic shapes, `torch.utils.checkpoint`, and
-    `torch.func.grad`, `vjp` and `vmap`. It runs on several GPUs, and in CUDA graphs whose kernels were compiled
-    before the capture. Calls with mods (score_mod, mask_mod, block_mask, bias, sinks or dropout) run between graphs of
-    torch.compile, and have no vmap.
+    It works under `torch.utils.checkpoint`, and `torch.func.grad`, `vjp` and `vmap`. Without mods it works under
+    `torch.compile(fullgraph=True)`, with dynamic shapes. It runs on several GPUs, and in CUDA graphs whose kernels were
+    compiled before the capture. Calls with mods (score_mod, mask_mod, block_mask, bias, sinks or dropout) run between
+    graphs of torch.compile, so `fullgraph=True` raises for them. They have no vmap.
 
     Autocast casts floating-point inputs to its dtype, as for PyTorch's attention.
     `torch.use_deterministic_algorithms` is honoured. With warn_only=True, a captured array too large for sums in a

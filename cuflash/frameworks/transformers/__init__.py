@@ -268,7 +268,7 @@ class _Layer(NamedTuple):
         if not self.is_of_heads:
             raise UnsupportedError(
                 "position_bias, or sinks of single queries, of several sequences in one row (cu_seq_lens_q, or "
-                "position_ids that start again): they count from the begin of the row; give one sequence a row, or "
+                "position_ids that start again): they count from the start of the row; give one sequence a row, or "
                 f"{SDPA}"
             )
         q, k, v = (x.transpose(1, 2) for x in (self.query, self.key, self.value))

@@ -1,6 +1,6 @@
 """Mask functions of transformers, its own or a user's, as mask_mods that cuflash traces.
 
-transformers passes absolute positions; cuflash counts queries and keys from the begin of the call. The offsets are
+transformers passes absolute positions; cuflash counts queries and keys from the start of the call. The offsets are
 added here.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable
 from itertools import accumulate
@@ -31,20 +32,23 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
         rows = [row for row in rows if row.rms and row.setting.case.head_dim == head_dim and row.setting.case.causal]
         # Two dtypes: a third would hide the others, and float32 has other peers.
         dtypes = list(dict.fromkeys(row.setting.case.dtype for row in rows))[:2]
+        second_row = f"second row: error of cuflash in {dtypes[0]}" if dtypes else ""
         rows = [row for row in rows if row.setting.case.dtype in dtypes]
         names = list(dict.fromkeys(_name(row) for row in rows))
         panels = [(op, by) for op in ("forward", "backward") for by in ("length", "size")]
         title = f"Errors (root mean square) against float64\nhead dim {head_dim}, causal: the smaller, the better"
-        figure, axes = _subplots(pyplot, len(panels), 1, 12.4, f"{title}\n{machine.split(':')[0]}")
+        device = re.sub(r"^\d+ x ", "", machine.split(":")[0])  # one GPU measures, however many there are
+        figure, axes = _subplots(pyplot, len(panels), 1, 12.9, f"{title}\n{device}")
         for panel, (op, by) in zip(axes[:, 0], panels, strict=True):
             of_op = [row for row in rows if row.op == op]
             middle = max((row.setting.case.seqlen_q for row in of_op if row.setting.size > 1), default=0)
             if by == "length":
                 points = [(_short(row.setting.case.seqlen_q), row) for row in of_op if row.setting.size == 1]
-                panel.set(title=f"{op}, scores of size 1", xlabel="seqlen")
+                panel.set(title=f"{op}, scores of size 1", xlabel=f"seqlen; {second_row}")
             else:
                 points = [(f"{row.setting.size:g}", row) for row in of_op if row.setting.case.seqlen_q == middle]
-                panel.set(title=f"{op}, seqlen {_short(middle)}", xlabel="size of the scores (standard deviation)")
+                label = f"size of the scores (standard deviation)\n{second_row}"
+                panel.set(title=f"{op}, seqlen {_short(middle)}", xlabel=label)
             panel.set_ylabel("times the smallest")
             _ratios(panel, names, points)
         colours = [(name, {"color": COLOURS[number % len(COLOURS)]}) for number, name in enumerate(names)]
@@ -79,7 +83,7 @@ def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
                 figures[op] = _bars_by_seqlen(pyplot, colours, of_op, f"{op}, {where}")
             figures["summary"] = _summary(pyplot, colours, rows, where)
         elif preset == "decode":
-            figures[preset] = _bars_of_reads(pyplot, colours, rows, most, f"Decoding, one query a sequence, {where}")
+            figures[preset] = _bars_of_reads(pyplot, colours, rows, most, f"Decoding, one query a sequence\n{where}")
         elif any(row.get("ratios") for row in rows):
             figures[preset] = _bars_of_ratios(
                 pyplot, rows, f"Times as fast as the fastest other library\n{where} (orange: slower)"
@@ -204,7 +208,7 @@ def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], 
 def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
     """Draws bytes a second of each problem, beside the bandwidth of the memory."""
     names, cases = (list(dict.fromkeys(row[name] for row in rows)) for name in ("contender", "name"))
-    labels = [case.removeprefix("decode ").replace(" batch", "\nbatch") for case in cases]
+    labels = [re.sub(r"decode d(\d+) (.*) batch", r"head dim \1, \2\nbatch", case) for case in cases]
     figure, axes = _subplots(pyplot, 1, 1, 0.6 * len(cases) + 2.0, f"{title}\nthe higher, the better")
     panel, thickness = axes[0][0], 0.84 / len(names)
     for number, name in enumerate(names):
