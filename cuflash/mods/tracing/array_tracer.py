@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from ..graph.graph import CapturedArray, Node
 from ..graph.operations import Type
 from ..graph.simplify import build, cast, constant, load
-from .operand import Operand, as_node, extent_of_dtype, fault
+from .operand import CONVERSIONS, Operand, as_node, extent_of_dtype, fault
 from .tracers import Elements, Traced, TracedScalar, called
 
 # Short arrays may be used without an index along one axis: their elements are computed one by one.
@@ -35,8 +35,8 @@ class Arrays(list[CapturedArray]):
 def _refuse_value(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise fault(
         f"a captured array of shape {self.shape} has no number yet, as each call reads it anew, so range, tolist, "
-        "indices of lists, sets and keys of dicts cannot take it or its elements; compute with its elements, or make a "
-        "number of it before the call, such as n = int(array[0]), and refer to that"
+        "indices of lists, sets and keys of dicts cannot take it or its elements; compute with its elements, convert "
+        f"them by {CONVERSIONS}, or make a number of it before the call, such as n = int(array[0]), and refer to that"
     )
 
 
