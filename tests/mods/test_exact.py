@@ -315,6 +315,13 @@ POWERS: dict[str, Any] = {
     "an index": lambda score, b, h, i, j: BASES[(5.0 ** (j % 9)).astype(np.int32) % 8] > 8.0,
     "a logarithm": lambda score, b, h, i, j: np.log10(np.maximum(1000 * (i % 2) + j, 1)) >= 3.0,
     "digits": lambda score, b, h, i, j: np.floor(np.log10(10.0 ** (j % 9))) == j % 9,
+    "an equal power": lambda score, b, h, i, j: 7.0 ** (i + j) == 40353607.0,
+    "a rounded bound": lambda score, b, h, i, j: 11.0**j >= 19487171.0,
+    "a later power": lambda score, b, h, i, j: 3.0 ** (i + j + 5) >= 1162261467.0,
+    "a captured exponent": lambda score, b, h, i, j: BASES[i % 8] ** BASES[j % 8] == 823543.0,
+    "powers of two": lambda score, b, h, i, j: 2.0 ** (8 * j - 64) * 2.0 ** (64 - 8 * j) == 1.0,
+    "an exponential": lambda score, b, h, i, j: np.exp2(j - 10.0) * 1024.0 == (1 << (i + j) % 32) * 1.0,
+    "a binary logarithm": lambda score, b, h, i, j: np.log2((1 << (j % 16)) * 1.0) == j,
     "one": lambda score, b, h, i, j: 1.0 ** (score * np.inf) == 1.0,
 }
 
