@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import texts
 from exact_mods import DIFFERENCES, MASKS, NOW, PLACES, ROWS, SECONDS, TIMES, exact
 from expressions import ARRAYS, K, Q, floats, op, points
 from hypothesis import given, settings
@@ -315,6 +316,9 @@ POWERS: dict[str, Any] = {
     "an index": lambda score, b, h, i, j: BASES[(5.0 ** (j % 9)).astype(np.int32) % 8] > 8.0,
     "a logarithm": lambda score, b, h, i, j: np.log10(np.maximum(1000 * (i % 2) + j, 1)) >= 3.0,
     "digits": lambda score, b, h, i, j: np.floor(np.log10(10.0 ** (j % 9))) == j % 9,
+    "a bounded logarithm": lambda score, b, h, i, j: np.log10(np.maximum((98 + j) * 10.0 ** (i - 2), 1.0)) <= i,
+    "an equal logarithm": lambda score, b, h, i, j: np.log10(10.0 ** (i + j % 4)) == i + j % 4,
+    "a fraction": lambda score, b, h, i, j: np.log10(10.0 ** -(i + j)) == -(i + j),
     "an equal power": lambda score, b, h, i, j: 7.0 ** (i + j) == 40353607.0,
     "a rounded bound": lambda score, b, h, i, j: 11.0**j >= 19487171.0,
     "a later power": lambda score, b, h, i, j: 3.0 ** (i + j + 5) >= 1162261467.0,
@@ -343,6 +347,33 @@ def test_powers_that_decide_are_exact(name: str, tmp_path: Path) -> None:
     if KERNELS.is_dir():
         ((values,),) = computed([case], GRID, tmp_path)
         np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)
+
+
+@pytest.mark.skipif(not KERNELS.is_dir(), reason="needs a checkout")
+def test_logarithms_that_decide_do_not_depend_on_log10f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # CUDA's log10f may be off by two units in the last place.
+    off = "#define log10f(x) nextafterf(nextafterf((log10f)(x), 99.0f), 99.0f)\n"
+    monkeypatch.setattr(texts, "SHIM", texts.SHIM + off)
+    powers = np.float32(10.0) ** np.arange(11, dtype=np.float32)
+    cases = [
+        case_of(each, "score_mod")
+        for each in (
+            lambda score, b, h, i, j: np.where(np.log10(powers[j]) == j, 1.0, 0.0),
+            lambda score, b, h, i, j: np.where(np.log10(powers[j]) <= i, 1.0, 0.0),
+            lambda score, b, h, i, j: np.floor(-np.log10(powers[j + 3])),
+        )
+    ]
+    results = [values.reshape(ROWS, ROWS) for (values,) in computed(cases, GRID, tmp_path)]
+    np.testing.assert_array_equal(results[0], 1)
+    np.testing.assert_array_equal(results[1], PLACES[:, None] >= PLACES)
+    np.testing.assert_array_equal(results[2][0], -(PLACES + 3))
+    compiled(cases, "sm_80")
+
+
+def test_logarithms_that_decide_nothing_are_one_call() -> None:
+    text = case_of(lambda score, b, h, i, j: np.log10(abs(score) + 1.0), "score_mod").text()
+    assert "log10f(" in text
+    assert "?" not in text
 
 
 def test_powers_of_scores_are_fast_exponentials() -> None:

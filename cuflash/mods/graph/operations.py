@@ -158,7 +158,7 @@ FLOATING: dict[str, Function] = {
     "expm1": np.expm1,
     "log": np.log,
     "log2": _rounded_once(np.log2),
-    "log10": np.log10,
+    "log10": _rounded_once(np.log10),
     "log1p": np.log1p,
     "sqrt": np.sqrt,
     "rsqrt": _rsqrt,
