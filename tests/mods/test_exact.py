@@ -221,7 +221,7 @@ def test_rounded_ranges_hold_all_values(x: Node, type: Type, source: Type, is_fi
 
 
 X = element(SPECIAL, 0, K)
-# Casts of NaN and infinities.
+# Casts of NaN and infinities, some of which rounding causes.
 UNBOUNDED = {
     "a curve": op("tanh", X),
     "an angle": op("cos", X),
@@ -231,6 +231,8 @@ UNBOUNDED = {
     "a clip without NaN": op("fmin", op("fmax", X, 2.0), 9.0),
     "the other argument": op("fmin", op("tanh", X), 9.0),
     "an overflow": op("tanh", op("subtract", op("multiply", K, 1e38), op("multiply", K, 1.1e38))),
+    "a lost term": op("divide", 0.01, op("subtract", op("add", op("fmax", K, 1.0), 2.0**25), 2.0**25)),
+    "a large integer": op("divide", 0.01, op("subtract", op("multiply", op("add", K, 2**25 + 1), 1.0), 2.0**25)),
     "a quotient": op("tanh", op("divide", op("multiply", K, 1e-44), op("multiply", K, 1e-44))),
 }
 
@@ -238,7 +240,7 @@ UNBOUNDED = {
 @pytest.mark.parametrize("type", [Type.INT32, Type.INT64, Type.UINT64], ids=str)
 @pytest.mark.parametrize("source", [Type.FLOAT32, Type.FLOAT64], ids=str)
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_the_range_of_a_cast_holds_what_nan_becomes(name: str, source: Type, type: Type) -> None:
+def test_the_range_of_a_cast_holds_what_floats_become(name: str, source: Type, type: Type) -> None:
     pairs = {"q_idx": np.arange(100) // 10, "k_idx": np.arange(100) % 10}
     root = cast(cast(UNBOUNDED[name], source), type)
     (values,) = evaluate([root], pairs, [SPECIAL])
@@ -252,6 +254,29 @@ def test_a_sum_with_a_captured_nan_does_not_wrap_in_int32() -> None:
     graph = trace(lambda b, h, i, j: np.tanh(table[j]).astype(np.int32) - 9 < 0, "mask_mod")
     (visible,) = evaluate([graph.root], {"k_idx": np.arange(3)}, [table])
     assert visible.tolist() == [True, True, True]
+
+
+# Divisors that become 0, so that their quotients leave the range of exact numbers.
+SMALL: dict[str, Any] = {
+    "a float16": lambda j: np.float16(np.minimum(np.maximum(j * 1e-8, 1e-8), 1.0)),
+    "a negative float16": lambda j: np.float16(np.minimum(j * 1e-9 - 2e-8, -1e-8)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_small_floats_do_not_leave_the_range_of_a_cast(name: str, sign: int) -> None:
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        quotient = (sign * 0.01 / SMALL[name](j)).astype(np.int32)
+        return quotient + 1 > 0 if sign * (-1 if "negative" in name else 1) > 0 else quotient - 2 < 0
+
+    root = trace(mask_mod, "mask_mod").root
+    (values,) = evaluate([root], GRID, ())
+    np.testing.assert_array_equal(values, True)
+    (division,) = (each for each in post_order([root]) if each.op == "cast" and each.arguments[0].op == "divide")
+    (values,) = evaluate([division], GRID, ())
+    assert division.ends[0] <= int(np.min(values)) <= int(np.max(values)) <= division.ends[1]
+    assert 2**31 - 1 in np.abs(values.astype(np.int64) + (values < 0))
 
 
 def test_rounded_quotients_and_logarithms_are_int32() -> None:
