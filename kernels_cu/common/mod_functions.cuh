@@ -95,6 +95,7 @@ __device__ __forceinline__ float floor_divide(float x, float y) {
   const float remainder = fmodf(x, y);
   const float below = remainder != 0.0f && (remainder < 0.0f) != (y < 0.0f) ? 1.0f : 0.0f;
   const float quotient = (x - remainder) / y - below;
+  if (quotient == 0.0f) return copysignf(0.0f, y < 0.0f ? -x : x);
   const float whole = floorf(quotient);
   return quotient - whole > 0.5f ? whole + 1.0f : whole;
 }

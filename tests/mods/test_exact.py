@@ -448,6 +448,48 @@ def test_quotients_that_decide_keep_the_sign_of_zero(divisor: float, tmp_path: P
         np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)
 
 
+SIGNED = np.array([0.0, -0.0, 1.0, -1.0, 6.5, -6.5, 7.0, -7.0, 1e30, -1e30, np.inf, -np.inf, np.nan])
+# Functions of floats whose result may be a zero of either sign.
+SIGNS: dict[str, Any] = {
+    "floor_divide": np.floor_divide,
+    "floor_divide by a constant": lambda x, y: x // -7.0,
+    "floor_divide by a float32": lambda x, y: x // np.float32(7.0),
+    "remainder": np.remainder,
+    "fmod": np.fmod,
+    "trunc": lambda x, y: np.trunc(x),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_zeros_of_functions_have_the_sign_of_numpy(name: str, kind: Any, tmp_path: Path) -> None:
+    table, count = SIGNED.astype(kind), SIGNED.size
+    places = np.arange(count)
+    case = case_of(lambda b, h, i, j: 1.0 / SIGNS[name](table[i], table[j]) > 0.0, "mask_mod")
+    with np.errstate(all="ignore"):
+        expected = np.broadcast_to(1.0 / SIGNS[name](table[:, None], table) > 0.0, (count, count))
+    inputs = dict.fromkeys(GRID, np.zeros(count * count, int))
+    inputs |= {"q_idx": np.repeat(places, count), "k_idx": np.tile(places, count)}
+    (values,) = evaluate(case.roots, inputs, case.arrays)
+    np.testing.assert_array_equal(np.reshape(values, (count, count)), expected)
+    if KERNELS.is_dir():
+        ((values,),) = computed([case], inputs, tmp_path)
+        np.testing.assert_array_equal(values.reshape(count, count), expected)
+
+
+@pytest.mark.parametrize("divisor", [-7.0, 7.0])
+def test_quotients_of_negated_indices_have_the_sign_of_numpy(divisor: float, tmp_path: Path) -> None:
+    case = case_of(lambda b, h, i, j: 1.0 / ((-1.0 * i) // divisor) > 0, "mask_mod")
+    with np.errstate(all="ignore"):
+        expected = np.repeat(1.0 / ((-1.0 * PLACES) // divisor) > 0, ROWS)
+    assert expected.any() is np.True_ if divisor < 0 else not expected.any()
+    (values,) = evaluate(case.roots, GRID, case.arrays)
+    np.testing.assert_array_equal(np.broadcast_to(values, ROWS * ROWS), expected)
+    if KERNELS.is_dir():
+        ((values,),) = computed([case], GRID, tmp_path)
+        np.testing.assert_array_equal(values, expected)
+
+
 def test_a_distance_to_earlier_keys_has_no_sign(tmp_path: Path) -> None:
     functions = (
         lambda s, b, h, i, j: 1.0 / abs(j - mods.position_of(i)),

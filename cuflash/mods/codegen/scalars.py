@@ -75,6 +75,7 @@ _DOUBLE = {
     "(r < 0.0) != (y < 0.0) ? r + y : r; }}({0}, {1})",
     "floor_divide": "[](double x, double y) {{ if (y == 0.0) return x / y; const double r = fmod(x, y); "
     "const double below = r != 0.0 && (r < 0.0) != (y < 0.0) ? 1.0 : 0.0, quotient = (x - r) / y - below; "
+    "if (quotient == 0.0) return copysign(0.0, y < 0.0 ? -x : x); "
     "const double whole = floor(quotient); return quotient - whole > 0.5 ? whole + 1.0 : whole; }}({0}, {1})",
 }
 # Roundings to 16 bits, of ties to even. Numbers below the normal ones of float16 are multiples of 2^-24, as is 0.5.
