@@ -114,8 +114,8 @@ __device__ __forceinline__ float divided(float x, float y, float inverse) {
 __device__ __forceinline__ float minimum(float x, float y) { return min_nan_f32(x, y); }
 __device__ __forceinline__ float maximum(float x, float y) { return max_nan_f32(x, y); }
 
-// Returns -1, 0 or 1, and NaN for NaN.
-__device__ __forceinline__ float sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+// Returns -1, 0 or 1, and NaN for NaN. The sum turns -0 into 0, as in NumPy.
+__device__ __forceinline__ float sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x + 0.0f; }
 
 // For 16-bit operands one approximate instruction; its error, up to 2^-11 of the result, is below the
 // error of 16-bit numbers.

@@ -416,6 +416,7 @@ ZEROS: dict[str, Any] = {
     "of a float": lambda score, b, h, i, j: TABLE[j] / -(i * np.float32(1.0)),
     "of a difference": lambda score, b, h, i, j: TABLE[j] / (i - j) + TABLE[i] / -(i - j),
     "of a power": lambda score, b, h, i, j: (-abs(i - j) + score) ** -1.0,
+    "of a sign": lambda score, b, h, i, j: 1.0 / np.sign(-1.0 * (i - j)),
     "of an absolute value": lambda score, b, h, i, j: TABLE[j] / abs(i - j),
     "of a modulus": lambda score, b, h, i, j: np.floor_divide(TABLE[j], np.where(score < 1, -i, 1) * np.float32(1.0)),
 }
@@ -456,6 +457,8 @@ SIGNS: dict[str, Any] = {
     "floor_divide by a float32": lambda x, y: x // np.float32(7.0),
     "remainder": np.remainder,
     "fmod": np.fmod,
+    "sign": lambda x, y: np.sign(x),
+    "sign of a product": lambda x, y: np.sign(-x * y),
     "trunc": lambda x, y: np.trunc(x),
 }
 
