@@ -155,6 +155,56 @@ def test_casts_to_16_bits_round(name: str, dtype: str, tmp_path: Path) -> None:
     compiled(cases, "sm_80")
 
 
+NEAR_TIES = np.array(
+    [
+        2049.0000001,
+        2051 - 1e-7,
+        65519.9999,
+        -65519.9999,
+        65520.0,
+        1.00048828125 + 1e-12,
+        2.0**-25 + 2e-17,
+        2.0**-25,
+        1 + 2.0**-8 + 1e-12,
+        1 + 3 * 2.0**-8 - 1e-12,
+        3.4e38,
+        3.3961775292304e38,
+        1e39,
+        -1e-50,
+        -0.0,
+        np.nan,
+        np.inf,
+    ]
+)
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+def test_float64_becomes_16_bits_by_one_rounding(dtype: str, tmp_path: Path) -> None:
+    with np.errstate(all="ignore"):
+        table = np.concatenate([NEAR_TIES, LONG.astype(np.float64) * (1 + 2.0**-45), LONG.astype(np.float64)])
+        # NumPy rounds once; ml_dtypes would round to float32 first.
+        expected = table.astype(np.float16).astype(np.float64) if dtype == "float16" else nearest_bfloat16(table)
+    graph = trace(lambda s, b, h, i, j: table[j].astype(SHORT_FLOATS[dtype]), "score_mod")
+    case = Case([graph.root], [each.array for each in graph.arrays])
+    inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(table.size), "score": np.zeros(table.size)}
+    results = [evaluate(case.roots, inputs, case.arrays)]
+    if KERNELS.is_dir():
+        results += computed([case], inputs, tmp_path)
+        compiled([case], "sm_80")
+    for (values,) in results:
+        np.testing.assert_array_equal(values, expected)
+        is_number = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.signbit(values)[is_number], np.signbit(expected)[is_number])
+
+
+def nearest_bfloat16(x: Any) -> Any:
+    """Returns the nearest bfloat16 by exact arithmetic of float64; ties go to even."""
+    _, exponent = np.frexp(x)
+    step = np.ldexp(1.0, np.maximum(exponent - 8, -133))
+    rounded = np.rint(x / step) * step
+    return np.where(np.abs(rounded) >= 2.0**128, np.copysign(np.inf, x), rounded)
+
+
 def test_rounded_values_decide_and_have_gradients() -> None:
     table = np.linspace(0.0, 1.0, ROWS, dtype=np.float32)
     graph = trace(lambda b, h, i, j: table[i].astype(np.float16) <= np.float16(0.1) * (j + 1), "mask_mod")

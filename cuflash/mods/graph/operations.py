@@ -142,14 +142,24 @@ def _as_float16(x: Any) -> Any:
     return np.asarray(x).astype(np.float16).astype(np.asarray(x).dtype)
 
 
+def _to_odd(x: Any) -> Any:
+    """Returns float64 as float32: of the two neighbours of a number between them, the one whose last bit is 1.
+
+    A second rounding, to 16 bits, then has the result of one rounding: no number becomes a tie.
+    """
+    short = np.asarray(x).astype(np.float32)
+    is_above = np.abs(short.astype(np.float64)) > np.abs(x)
+    return (short.view(np.uint32) - is_above.astype(np.uint32) | (short != x)).view(np.float32)
+
+
 def _as_bfloat16(x: Any) -> Any:
-    bits = np.asarray(x, np.float32).view(np.uint32)
+    bits = _to_odd(x).view(np.uint32)
     # To the nearest number with 16 bits less, and to the even one of two.
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), x, rounded.view(np.float32)).astype(np.asarray(x).dtype)
 
 
-# Roundings of float32 to floats of 16 bits; the result is float32 again.
+# Roundings of float32 or float64 to floats of 16 bits; the result is float32.
 SHORT_FLOATS: dict[str, Function] = {"as_float16": _as_float16, "as_bfloat16": _as_bfloat16}
 # Operations of floats; other arguments become floats first.
 FLOATING: dict[str, Function] = {

@@ -58,8 +58,8 @@ def _integer_power(base: Node, exponent: Node) -> Node:
 
 def to_type(value: Any, dtype: Any) -> Node:
     """Casts a value to the type of a dtype of any library. Floats of 16 bits are float32, rounded to 16 bits."""
-    node, rounding = cast(as_node(value), type_of_cast(dtype)), _ROUNDINGS.get(name_of_dtype(dtype))
-    return node if rounding is None else build(rounding, node)
+    node, type, rounding = as_node(value), type_of_cast(dtype), _ROUNDINGS.get(name_of_dtype(dtype))
+    return cast(node, type) if rounding is None else build(rounding, node)
 
 
 def _logical(op: str) -> Callable[[Any, Any], Node]:
