@@ -13,7 +13,7 @@ import pytest
 from exact_mods import PLACES, ROWS, SECONDS, TIMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import INPUTS, KERNELS, Case, compiled, computed
+from texts import INPUTS, KERNELS, Case, case_of, compiled, computed
 
 import cuflash
 from cuflash.mods.graph.derivative import differentiate
@@ -184,8 +184,7 @@ def test_float64_becomes_16_bits_by_one_rounding(dtype: str, tmp_path: Path) -> 
         table = np.concatenate([NEAR_TIES, LONG.astype(np.float64) * (1 + 2.0**-45), LONG.astype(np.float64)])
         # NumPy rounds once; ml_dtypes would round to float32 first.
         expected = table.astype(np.float16).astype(np.float64) if dtype == "float16" else nearest_bfloat16(table)
-    graph = trace(lambda s, b, h, i, j: table[j].astype(SHORT_FLOATS[dtype]), "score_mod")
-    case = Case([graph.root], [each.array for each in graph.arrays])
+    case = case_of(lambda s, b, h, i, j: table[j].astype(SHORT_FLOATS[dtype]), "score_mod")
     inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(table.size), "score": np.zeros(table.size)}
     results = [evaluate(case.roots, inputs, case.arrays)]
     if KERNELS.is_dir():

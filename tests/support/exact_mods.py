@@ -10,6 +10,14 @@ import numpy as np
 
 ROWS = 8
 PLACES = np.arange(ROWS)
+# All pairs of rows and columns.
+GRID: dict[str, Any] = {
+    **dict.fromkeys(("b", "h"), np.zeros(ROWS * ROWS, int)),
+    **dict.fromkeys(("seqlen_q", "seqlen_k"), np.full(ROWS * ROWS, ROWS)),
+    "q_idx": np.repeat(PLACES, ROWS),
+    "k_idx": np.tile(PLACES, ROWS),
+    "score": np.zeros(ROWS * ROWS, np.float32),
+}
 TIMES = 1.7e9 + 10.0 * PLACES + 0.1  # in seconds, of which float32 holds every 128th
 DAYS = 1_700_000_000 + 43_200 * PLACES.astype(np.int32)
 NANOSECONDS = 1_700_000_000_000_000_000 + 3 * PLACES
