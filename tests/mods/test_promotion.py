@@ -155,6 +155,65 @@ def test_casts_to_16_bits_round(name: str, dtype: str, tmp_path: Path) -> None:
     compiled(cases, "sm_80")
 
 
+TENTH = np.arange(32) * 0.1
+LONGER = TENTH.astype(np.float32)
+# Comparisons of floats of 16 bits, by a class c, with numbers of Python. ml_dtypes does not round them, so n does.
+COMPARED: dict[str, Any] = {
+    "equal": lambda x, c, n: x == n(0.3),
+    "reversed": lambda x, c, n: operator.le(n(0.7), x),
+    "less": lambda x, c, n: (x < n(0.7)) | (x > n(1.3)),
+    "unequal": lambda x, c, n: x != n(0.3),
+    "a function": lambda x, c, n: np.less_equal(n(0.7), x) & np.equal(x, n(0.7)),
+    "an integer": lambda x, c, n: x * 0 + x == n(2),
+    "a set": lambda x, c, n: (x == n(0.1)) | (x == n(0.3)),
+    "negative": lambda x, c, n: -x == n(-0.3),
+    "absolute": lambda x, c, n: abs(-x) >= n(0.7),
+    "a choice": lambda x, c, n: np.where(x < n(0.7), x, -x) == n(-0.7),
+    "an extreme": lambda x, c, n: np.minimum(x, -x) <= n(-0.7),
+    "a strong float32": lambda x, c, n: x >= np.float32(0.7),
+    "a strong float64": lambda x, c, n: (x >= np.float64(0.7)) | (x == np.float64(0.3)),
+    "a cast": lambda x, c, n: (x.astype(np.float32) == 0.3) | (x.astype(np.float32) >= 0.7),
+    "a cast to float64": lambda x, c, n: (x.astype(np.float64) == 0.3) | (x.astype(np.float64) >= 0.7),
+    "a class": lambda x, c, n: np.float32(x) >= 0.7,
+    "twice": lambda x, c, n: x.astype(np.float32).astype(c) == n(0.3),
+    "a sum": lambda x, c, n: x.astype(np.float32) + 0.1 == 0.3,
+    "beyond": lambda x, c, n: (x > -1e5) & (x < 1e6),
+}
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+@pytest.mark.parametrize("source", ["captured", "computed", "whole"])
+@pytest.mark.parametrize("name", COMPARED)
+def test_numbers_beside_16_bits_are_rounded_as_in_numpy(name: str, source: str, dtype: str, tmp_path: Path) -> None:
+    kind, compare = SHORT_FLOATS[dtype], COMPARED[name]
+    short = TENTH.astype(kind)
+    functions: dict[str, Any] = {
+        "captured": lambda b, h, i, j: compare(short[j], kind, float),
+        "computed": lambda b, h, i, j: compare((j * 0.1).astype(kind), kind, float),
+        "whole": lambda b, h, i, j: compare(LONGER.astype(kind)[j], kind, float),
+    }
+    with np.errstate(all="ignore"):
+        expected = compare(short, kind, float if dtype == "float16" else kind)
+    graph = trace(functions[source], "mask_mod")
+    inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(short.size), "score": np.zeros(short.size)}
+    case = Case([graph.root], [each.array for each in graph.arrays], is_exact=True)
+    results = [evaluate(case.roots, inputs, case.arrays)]
+    if KERNELS.is_dir() and (source != "captured" or dtype != "bfloat16"):
+        results += computed([case], inputs, tmp_path)
+    for (values,) in results:
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_captured_floats_of_16_bits_are_not_rounded_again() -> None:
+    short = TENTH.astype(np.float16)
+    for mask_mod in (
+        lambda b, h, i, j: short[j] == 0.3,
+        lambda b, h, i, j: short[j].astype(np.float32) <= -short[i],
+        lambda b, h, i, j: abs(short[j]) > 0.1,
+    ):
+        assert all(each.op not in ("as_float16", "multiply") for each in post_order([trace(mask_mod, "mask_mod").root]))
+
+
 NEAR_TIES = np.array(
     [
         2049.0000001,

@@ -160,6 +160,7 @@ def _as_bfloat16(x: Any) -> Any:
 
 
 # Roundings of float32 or float64 to floats of 16 bits; the result is float32.
+# The rounding to a dtype is named after it.
 SHORT_FLOATS: dict[str, Function] = {"as_float16": _as_float16, "as_bfloat16": _as_bfloat16}
 # Operations of floats; other arguments become floats first.
 FLOATING: dict[str, Function] = {
