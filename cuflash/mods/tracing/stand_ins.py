@@ -111,7 +111,7 @@ class _Conversion(type):
         return hash(cls.plain)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)  # jnp.int32 equals np.int32, but has another type
 def _conversion(plain: Any, name: str) -> type:
     # int and float are bases, because `case int(x)` matches subclasses of int only; bool allows no subclass.
     bases = (plain,) if plain in (int, float) else ()
