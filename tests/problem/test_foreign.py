@@ -156,7 +156,13 @@ def test_each_missing_argument_is_named_on_every_path(path: dict[str, Any]) -> N
     ("casual", ("'casual'; give causal=",)), ("windowsize", ("give window_size=",)),
     ("zzz", ("give some of q, k, v, softmax_scale, causal,",)), ("key_padding_mask", ("seqused_k=", "bias=")),
     ("actual_seq_lengths", ("give seqused_k= (batch,)", "or seqused_q= (batch,)")),
-    ("dropout", ("dropout_p=",)), ("cu_seqlens", ("cu_seqlens_q= and cu_seqlens_k=",)), ("s_aux", ("sinks=",)),
+    *((keyword, ("give causal=",)) for keyword in ("isCausal", "is_casual", "is_causal_mask")),
+    *((keyword, ("give dropout_seed=",)) for keyword in ("rng_seed", "generator")),
+    ("softmax_temp", ("give softmax_scale=",)), ("algo", ("give algorithm=",)), ("offset", ("give diagonal_offset=",)),
+    ("seqlens", ("seqused_k= (batch,)", "cu_seqlens_q= and cu_seqlens_k=")), ("splits", ("give num_splits=",)),
+    *((keyword, ("cu_seqlens_q= and cu_seqlens_k=",)) for keyword in ("cu_seq", "cu_seqlens")),
+    ("masks", ("mask_mod=", "bias=")),
+    ("attention_bias", ("give bias=",)), ("dropout", ("dropout_p=",)), ("s_aux", ("sinks=",)),
 ])  # fmt: skip
 def test_a_keyword_is_answered_by_what_it_means_or_looks_like(keyword: str, texts: tuple[str, ...]) -> None:
     with refused(TypeError, *texts):
@@ -197,6 +203,8 @@ def test_functions_of_frameworks_answer_too(module: str, name: str, arrays: str,
 @pytest.mark.parametrize(("name", "text"), [
     ("attention", "cuflash.forward"), ("flash_attn_func", "cuflash.frameworks.flash_attn"),
     ("scaled_dot_product_attention", "cuflash.frameworks.sdpa"), ("flex_attention", "cuflash.frameworks.torch"),
+    ("block_mask", "use cuflash.create_block_mask"), ("create_mask", "use cuflash.create_block_mask"),
+    ("fwd", "use cuflash.forward"), ("bwd", "use cuflash.backward"),
     ("foward", "use forward"), ("zzz", "no attribute 'zzz'"),
 ])  # fmt: skip
 def test_attributes_of_others_are_answered(name: str, text: str) -> None:
