@@ -138,6 +138,8 @@ FUNCTIONS = {
     "alibi": "cuflash.mods.alibi",
     **{name: f"import cuflash.{name} first" for name in ("frameworks", "testing", "tools")},
 }  # fmt: skip
+# Strings as repr() shows them; an apostrophe follows a letter.
+_QUOTED = r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _functions: list[Callable[..., Any]] = []  # public functions of the imported packages
 
 
@@ -221,11 +223,13 @@ def _phrases(keyword: str, names: Iterable[str]) -> str:
 def renamed(error: Refusal, names: Mapping[str, str]) -> Refusal:
     """Returns an error of a call with other names of arguments. names: maps cuflash's names to these.
 
-    Parts of paths stay unchanged, as do errors about a function of the caller, and those that such a function raises.
+    Parts of paths and quoted values stay unchanged, as do errors about a function of the caller, and those that such a
+    function raises.
     """
     if type(error) not in (ProblemError, UnsupportedError) or "_mod" in str(error):
         return error
-    text = re.sub(r"(?<![\w./\\])[a-z_]+(?![\w/\\]|\.py)", lambda match: names.get(match[0], match[0]), str(error))
+    pattern = rf"{_QUOTED}|(?<![\w./\\])[a-z_]+(?![\w/\\]|\.py)"
+    text = re.sub(pattern, lambda match: names.get(match[0], match[0]), str(error))
     return type(error)(text).with_traceback(error.__traceback__)
 
 

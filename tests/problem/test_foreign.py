@@ -274,6 +274,14 @@ def test_errors_are_renamed_word_by_word_and_paths_are_not() -> None:
     assert str(error) == expected
 
 
+@pytest.mark.parametrize("value", ["k", "it's k", 'k "k" k', "q k", "k's", "\\", "k\\'k"])
+def test_quoted_values_are_not_renamed(value: str) -> None:
+    error = renamed(
+        cuflash.ProblemError(f"window_size={value!r} is not a pair, but k is the keys' k"), {"k": "k of kv"}
+    )
+    assert str(error) == f"window_size={value!r} is not a pair, but k of kv is the keys' k of kv"
+
+
 class _CallerError(cuflash.ProblemError):
     def __init__(self, name: str, count: int) -> None:
         super().__init__(f"{name} {count}")
