@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -57,7 +58,9 @@ class Library:
         """Returns a CuPy result as an array of this library, without a copy."""
 
     def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function that computes with NumPy, outside of the graphs of a compiler that traces the caller."""
+        """Calls a function that computes with NumPy, outside of the graphs of torch.compile if it traces the caller."""
+        if "torch._dynamo" in sys.modules and (compiler := sys.modules["torch"].compiler).is_dynamo_compiling():
+            function = compiler.disable(function)  # NumPy's calls, traced as torch's, fail or change results
         return function(*arguments)
 
     def seed(self, number: int, like: Any) -> Any:

@@ -98,12 +98,6 @@ class TorchLibrary(GpuLibrary):
                 f"{otherwise}"
             )
 
-    def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        compiler = self._torch.compiler
-        if compiler.is_dynamo_compiling():  # it would trace NumPy's calls as torch's, which fails or changes results
-            function = compiler.disable(function)
-        return function(*arguments)
-
     def seed(self, number: int, like: Any) -> Any:
         # torch.full: unlike a copy from the host, it can be captured in a CUDA graph and does not synchronize.
         return self._torch.full((), number, dtype=self._torch.int64, device=like.device)

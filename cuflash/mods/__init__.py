@@ -12,8 +12,9 @@ as int64 does in NumPy and PyTorch. Sums of indices and lengths that may exceed 
 compared, divided, shifted to the right and combined bit by bit; sums of them are refused.
 
 Types meet as in NumPy: a number of Python is float32 beside float32, and float64 beside integers. An np.float64, or an
-array of float64 without axes, makes float64 of both. Indices alone are float32 beside float32. All floats are computed
-in float32, as scores are, with two exceptions.
+array of float64 without axes, makes float64 of both. Indices alone are float32 beside float32. In a comparison with a
+float of 16 bits, a number of Python is rounded to 16 bits. All floats are computed in float32, as scores are, with two
+exceptions.
 
 - A comparison, a rounding, a remainder or a cast to integers takes float64 where float32 might decide otherwise. This
   concerns a captured float64, an integer that float32 may not hold, and an np.float64. It also concerns indices beside

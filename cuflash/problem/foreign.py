@@ -28,7 +28,7 @@ class Argument(NamedTuple):
     unless: str = ""
 
 
-_MASKS = "attn_mask attention_mask atten_mask mask custom_mask key_padding_mask padding_mask src_key_padding_mask"
+_MASKS = "attn_mask attention_mask atten_mask mask masks custom_mask key_padding_mask padding_mask src_key_padding_mask"
 _LENGTHS = "actual_seq_lengths actual_seq_lens actual_seq_len"
 _PADDING = "key_padding_mask padding_mask src_key_padding_mask"
 # Keywords of PyTorch, flash-attn, xformers, transformers, JAX, Triton, FlashInfer, vLLM, cuDNN, SageAttention and CANN.
@@ -38,23 +38,24 @@ ARGUMENTS = (
     Argument(("v", "value"), "values V", "an array"),
     Argument(("k",), "k_cache key_cache", "the cache, whole or in pages", unless="k_cache"),
     Argument(("v",), "v_cache value_cache", "the cache, whole or in pages", unless="v_cache"),
-    Argument(("causal", "is_causal"), "causal_mask", "True or False"),
-    Argument(("softmax_scale", "scale", "sm_scale"), "softmax_factor scaling qk_scale attn_scale scale_value",
-             "default 1/sqrt(head_dim)"),
-    Argument(("seqused_k", "key_value_seq_lengths", "kv_lens"), "cache_seqlens context_lens seqlens_k seq_lens "
+    Argument(("causal", "is_causal"), "causal_mask is_causal_mask isCausal is_casual", "True or False"),
+    Argument(("softmax_scale", "scale", "sm_scale"), "softmax_factor scaling qk_scale attn_scale scale_value "
+             "softmax_temp",              "default 1/sqrt(head_dim)"),
+    Argument(("seqused_k", "key_value_seq_lengths", "kv_lens"), "cache_seqlens context_lens seqlens seqlens_k seq_lens "
              f"kv_seqlens actual_seq_lengths_kv actual_seq_lens_kv {_LENGTHS} {_PADDING}",
              "(batch,) in int32, how many keys of each sequence are used"),
-    Argument(("cu_seqlens_q cu_seqlens_k",), f"cu_seqlens cu_seq_lens {_PADDING}", "(batch + 1,) in int32, for packed "
-             "rows"),
+    Argument(("cu_seqlens_q cu_seqlens_k",), f"cu_seqlens cu_seq_lens cu_seq seqlens {_PADDING}",
+             "(batch + 1,) in int32, for packed rows"),
     Argument(("mask_mod",), f"{_MASKS} segment_ids document_ids", "a function of b, h, q_idx, k_idx, as of "
              "cuflash.mods"),
-    Argument(("bias",), "attn_bias ab position_bias", "floats that are added to the scores"),
+    Argument(("bias",), "attn_bias attention_bias ab position_bias", "floats that are added to the scores"),
     Argument(("bias",), _MASKS, "bools, True for keys that are seen, or floats that are added", unless="mask"),
     Argument(("mask",), _MASKS, "bools, True for keys that are seen"),
     Argument(("block_mask",), f"{_MASKS} segment_ids document_ids", "of create_block_mask", unless="mask_mod"),
     Argument(("block_mask",), "block_sparse_tensors", "of create_block_mask"),
     Argument(("dropout_p",), "dropout p attention_dropout p_dropout", "the fraction of weights to drop"),
-    Argument(("dropout_seed",), "seed philox_seed rng_state dropout_rng", "an integer or an array of one"),
+    Argument(("dropout_seed",), "seed rng_seed philox_seed rng_state dropout_rng generator",
+             "an integer or an array of one"),
     Argument(("window_size", "local_window_size", "sliding_window"), "window window_left window_size_left "
              "window_size_right", "the keys beside the diagonal"),
     Argument(("softcap", "soft_cap"), "logits_soft_cap logits_softcap attn_logit_softcapping logit_soft_cap "
@@ -84,6 +85,9 @@ ARGUMENTS = (
              "of is_neox"),
     Argument(("k_cache",), "key_cache", "(batch, capacity, heads, head_dim), or pages"),
     Argument(("v_cache",), "value_cache", "(batch, capacity, heads, head_dim), or pages"),
+    Argument(("algorithm",), "algo", "a name"),
+    Argument(("diagonal_offset",), "offset", "an integer"),
+    Argument(("num_splits",), "splits n_splits", "an integer"),
     Argument(("batch",), "B batch_size", "an integer"),
     Argument(("heads",), "H num_heads n_heads nheads", "an integer"),
     Argument(("seqlen_q",), "Q_LEN q_len", "an integer"),
@@ -128,10 +132,14 @@ FUNCTIONS = {
                     "cuflash.merge_states"),
     **dict.fromkeys(("reshape_and_cache", "reshape_and_cache_flash", "append_paged_kv_cache"), "cuflash.append_kv"),
     "logsumexp": "cuflash.lse",
-    "gradients": "cuflash.backward",
+    "fwd": "cuflash.forward",
+    **dict.fromkeys(("bwd", "gradients"), "cuflash.backward"),
+    **dict.fromkeys(("block_mask", "create_mask"), "cuflash.create_block_mask"),
     "alibi": "cuflash.mods.alibi",
     **{name: f"import cuflash.{name} first" for name in ("frameworks", "testing", "tools")},
 }  # fmt: skip
+# Strings as repr() shows them; an apostrophe follows a letter.
+_QUOTED = r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _functions: list[Callable[..., Any]] = []  # public functions of the imported packages
 
 
@@ -215,11 +223,13 @@ def _phrases(keyword: str, names: Iterable[str]) -> str:
 def renamed(error: Refusal, names: Mapping[str, str]) -> Refusal:
     """Returns an error of a call with other names of arguments. names: maps cuflash's names to these.
 
-    Parts of paths stay unchanged, as do errors about a function of the caller, and those that such a function raises.
+    Parts of paths and quoted values stay unchanged, as do errors about a function of the caller, and those that such a
+    function raises.
     """
     if type(error) not in (ProblemError, UnsupportedError) or "_mod" in str(error):
         return error
-    text = re.sub(r"(?<![\w./\\])[a-z_]+(?![\w/\\]|\.py)", lambda match: names.get(match[0], match[0]), str(error))
+    pattern = rf"{_QUOTED}|(?<![\w./\\])[a-z_]+(?![\w/\\]|\.py)"
+    text = re.sub(pattern, lambda match: names.get(match[0], match[0]), str(error))
     return type(error)(text).with_traceback(error.__traceback__)
 
 

@@ -95,6 +95,7 @@ __device__ __forceinline__ float floor_divide(float x, float y) {
   const float remainder = fmodf(x, y);
   const float below = remainder != 0.0f && (remainder < 0.0f) != (y < 0.0f) ? 1.0f : 0.0f;
   const float quotient = (x - remainder) / y - below;
+  if (quotient == 0.0f) return copysignf(0.0f, y < 0.0f ? -x : x);
   const float whole = floorf(quotient);
   return quotient - whole > 0.5f ? whole + 1.0f : whole;
 }
@@ -113,8 +114,8 @@ __device__ __forceinline__ float divided(float x, float y, float inverse) {
 __device__ __forceinline__ float minimum(float x, float y) { return min_nan_f32(x, y); }
 __device__ __forceinline__ float maximum(float x, float y) { return max_nan_f32(x, y); }
 
-// Returns -1, 0 or 1, and NaN for NaN.
-__device__ __forceinline__ float sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+// Returns -1, 0 or 1, and NaN for NaN. The sum turns -0 into 0, as in NumPy.
+__device__ __forceinline__ float sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x + 0.0f; }
 
 // For 16-bit operands one approximate instruction; its error, up to 2^-11 of the result, is below the
 // error of 16-bit numbers.

@@ -58,6 +58,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
                     "q of qkv has dtype int64"),
     "2 kv": (fa2.flash_attn_kvpacked_func, {"q": Q, "kv": torch.zeros(2, 5, 2, 2, 8)},
              "k of kv has head_dim 8, but q has 16; q and k of kv must share"),
+    "2 kv window": (fa2.flash_attn_kvpacked_func, {"q": Q, "kv": torch.zeros(2, 5, 2, 2, 16), "window_size": "k"},
+                    "window_size='k' is not a pair"),
     "2 kv rows": (fa2.flash_attn_varlen_kvpacked_func, {
         "q": Q[:, 0], "kv": torch.zeros(5, 2, 2, 16), "cu_seqlens_q": BOUNDS, "cu_seqlens_k": int32(0, 3, 9),
         "max_seqlen_q": 1, "max_seqlen_k": 9}, "cu_seqlens_k is [0, 3, 9], which ends with 9, but k of kv has 5 rows"),

@@ -413,6 +413,23 @@ def test_captured_masks_equal_exact_masks(device: str, name: str) -> None:
     np.testing.assert_allclose(counts, exact(MASKS[name]).sum(axis=1), rtol=1e-5)
 
 
+def test_calls_with_numpy_run_between_compiled_graphs() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 8, 2, 16), np.float32)
+    bias = rng.standard_normal((1, 2, 8, 8), np.float32)
+    calls = {
+        "plain": lambda: cuflash.forward(q, k, v, causal=True),
+        "bias": lambda: cuflash.forward(q, k, v, bias=bias),
+        "mask_mod": lambda: cuflash.forward(q, k, v, mask_mod=lambda b, h, i, j: j <= i),
+        "dropout": lambda: cuflash.forward(q, k, v, dropout_p=0.5, dropout_seed=3),
+        "lse": lambda: cuflash.lse(q, k, bias=bias),
+        "backward": lambda: cuflash.backward(v, q, k, v, v, cuflash.lse(q, k))[0],
+    }
+    for name, function in calls.items():
+        torch._dynamo.reset()
+        np.testing.assert_array_equal(torch.compile(function, backend="eager")(), function(), err_msg=name)
+
+
 def test_cpu_calls_of_cuflash_run_between_compiled_graphs() -> None:
     q, k, v = torch.randn(3, 1, 8, 2, 16)
     bias, sinks, bounds = torch.randn(1, 2, 8, 8), torch.randn(2), torch.tensor([0, 3, 8], dtype=torch.int32)

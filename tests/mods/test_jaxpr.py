@@ -15,6 +15,7 @@ from jax import numpy as jnp
 from cuflash.errors import ProblemError
 from cuflash.mods.analysis.intervals import band
 from cuflash.mods.tracing.jaxpr import graph_of_jaxpr
+from cuflash.mods.tracing.trace import trace
 
 SLOPES = jnp.asarray([0.5, 0.25, 0.125, 0.0625])
 LIMITS = jnp.asarray([[3, 9, 20], [20, 5, 1]], jnp.int32)
@@ -109,3 +110,16 @@ def test_bands_are_recognised(name: str) -> None:
 def test_unsupported_functions_are_refused(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         trace_jaxpr(function, "mask_mod")
+
+
+@pytest.mark.parametrize("name", ["uint8", "int32", "float32", "bfloat16"])
+def test_dtypes_choose_a_branch_as_in_plain_jax(name: str) -> None:
+    table = jnp.zeros(8, name)
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        is_listed = table.dtype in (jnp.uint8, jnp.bfloat16) or jnp.int32 == table.dtype
+        return j <= i if is_listed else j >= i
+
+    trace(lambda b, h, i, j: jnp.int32(j) < np.int32(4) - i, "mask_mod")  # two classes
+    expected = (lambda b, h, i, j: j >= i) if name == "float32" else (lambda b, h, i, j: j <= i)
+    assert trace(mask_mod, "mask_mod").root is trace(expected, "mask_mod").root

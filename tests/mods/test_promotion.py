@@ -13,7 +13,7 @@ import pytest
 from exact_mods import PLACES, ROWS, SECONDS, TIMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import INPUTS, KERNELS, Case, compiled, computed
+from texts import INPUTS, KERNELS, Case, case_of, compiled, computed
 
 import cuflash
 from cuflash.mods.graph.derivative import differentiate
@@ -153,6 +153,114 @@ def test_casts_to_16_bits_round(name: str, dtype: str, tmp_path: Path) -> None:
         is_number = ~np.isnan(expected)
         np.testing.assert_array_equal(np.signbit(values)[is_number], np.signbit(expected)[is_number])
     compiled(cases, "sm_80")
+
+
+TENTH = np.arange(32) * 0.1
+LONGER = TENTH.astype(np.float32)
+# Comparisons of floats of 16 bits, by a class c, with numbers of Python. ml_dtypes does not round them, so n does.
+COMPARED: dict[str, Any] = {
+    "equal": lambda x, c, n: x == n(0.3),
+    "reversed": lambda x, c, n: operator.le(n(0.7), x),
+    "less": lambda x, c, n: (x < n(0.7)) | (x > n(1.3)),
+    "unequal": lambda x, c, n: x != n(0.3),
+    "a function": lambda x, c, n: np.less_equal(n(0.7), x) & np.equal(x, n(0.7)),
+    "an integer": lambda x, c, n: x * 0 + x == n(2),
+    "a set": lambda x, c, n: (x == n(0.1)) | (x == n(0.3)),
+    "negative": lambda x, c, n: -x == n(-0.3),
+    "absolute": lambda x, c, n: abs(-x) >= n(0.7),
+    "a choice": lambda x, c, n: np.where(x < n(0.7), x, -x) == n(-0.7),
+    "an extreme": lambda x, c, n: np.minimum(x, -x) <= n(-0.7),
+    "a strong float32": lambda x, c, n: x >= np.float32(0.7),
+    "a strong float64": lambda x, c, n: (x >= np.float64(0.7)) | (x == np.float64(0.3)),
+    "a cast": lambda x, c, n: (x.astype(np.float32) == 0.3) | (x.astype(np.float32) >= 0.7),
+    "a cast to float64": lambda x, c, n: (x.astype(np.float64) == 0.3) | (x.astype(np.float64) >= 0.7),
+    "a class": lambda x, c, n: np.float32(x) >= 0.7,
+    "twice": lambda x, c, n: x.astype(np.float32).astype(c) == n(0.3),
+    "a sum": lambda x, c, n: x.astype(np.float32) + 0.1 == 0.3,
+    "beyond": lambda x, c, n: (x > -1e5) & (x < 1e6),
+}
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+@pytest.mark.parametrize("source", ["captured", "computed", "whole"])
+@pytest.mark.parametrize("name", COMPARED)
+def test_numbers_beside_16_bits_are_rounded_as_in_numpy(name: str, source: str, dtype: str, tmp_path: Path) -> None:
+    kind, compare = SHORT_FLOATS[dtype], COMPARED[name]
+    short = TENTH.astype(kind)
+    functions: dict[str, Any] = {
+        "captured": lambda b, h, i, j: compare(short[j], kind, float),
+        "computed": lambda b, h, i, j: compare((j * 0.1).astype(kind), kind, float),
+        "whole": lambda b, h, i, j: compare(LONGER.astype(kind)[j], kind, float),
+    }
+    with np.errstate(all="ignore"):
+        expected = compare(short, kind, float if dtype == "float16" else kind)
+    graph = trace(functions[source], "mask_mod")
+    inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(short.size), "score": np.zeros(short.size)}
+    case = Case([graph.root], [each.array for each in graph.arrays], is_exact=True)
+    results = [evaluate(case.roots, inputs, case.arrays)]
+    if KERNELS.is_dir() and (source != "captured" or dtype != "bfloat16"):
+        results += computed([case], inputs, tmp_path)
+    for (values,) in results:
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_captured_floats_of_16_bits_are_not_rounded_again() -> None:
+    short = TENTH.astype(np.float16)
+    for mask_mod in (
+        lambda b, h, i, j: short[j] == 0.3,
+        lambda b, h, i, j: short[j].astype(np.float32) <= -short[i],
+        lambda b, h, i, j: abs(short[j]) > 0.1,
+    ):
+        assert all(each.op not in ("as_float16", "multiply") for each in post_order([trace(mask_mod, "mask_mod").root]))
+
+
+NEAR_TIES = np.array(
+    [
+        2049.0000001,
+        2051 - 1e-7,
+        65519.9999,
+        -65519.9999,
+        65520.0,
+        1.00048828125 + 1e-12,
+        2.0**-25 + 2e-17,
+        2.0**-25,
+        1 + 2.0**-8 + 1e-12,
+        1 + 3 * 2.0**-8 - 1e-12,
+        3.4e38,
+        3.3961775292304e38,
+        1e39,
+        -1e-50,
+        -0.0,
+        np.nan,
+        np.inf,
+    ]
+)
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+def test_float64_becomes_16_bits_by_one_rounding(dtype: str, tmp_path: Path) -> None:
+    with np.errstate(all="ignore"):
+        table = np.concatenate([NEAR_TIES, LONG.astype(np.float64) * (1 + 2.0**-45), LONG.astype(np.float64)])
+        # NumPy rounds once; ml_dtypes would round to float32 first.
+        expected = table.astype(np.float16).astype(np.float64) if dtype == "float16" else nearest_bfloat16(table)
+    case = case_of(lambda s, b, h, i, j: table[j].astype(SHORT_FLOATS[dtype]), "score_mod")
+    inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(table.size), "score": np.zeros(table.size)}
+    results = [evaluate(case.roots, inputs, case.arrays)]
+    if KERNELS.is_dir():
+        results += computed([case], inputs, tmp_path)
+        compiled([case], "sm_80")
+    for (values,) in results:
+        np.testing.assert_array_equal(values, expected)
+        is_number = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.signbit(values)[is_number], np.signbit(expected)[is_number])
+
+
+def nearest_bfloat16(x: Any) -> Any:
+    """Returns the nearest bfloat16 by exact arithmetic of float64; ties go to even."""
+    _, exponent = np.frexp(x)
+    step = np.ldexp(1.0, np.maximum(exponent - 8, -133))
+    rounded = np.rint(x / step) * step
+    return np.where(np.abs(rounded) >= 2.0**128, np.copysign(np.inf, x), rounded)
 
 
 def test_rounded_values_decide_and_have_gradients() -> None:

@@ -179,10 +179,51 @@ def test_long_doubles_are_exact_or_refused() -> None:
 @pytest.mark.parametrize("name", ["uint64", "int8", "uint32", "complex128", "longdouble"])
 def test_conversions_to_other_dtypes_are_refused(name: str) -> None:
     kind = getattr(np, name)
-    message = rf"test_tracers.* {kind.__name__}\(\) of a traced value; bool_, int32, int64, .* convert one"
+    message = r"test_tracers.* has no number yet, .* convert it by np.bool_, int32, int64, float16, float32 or float64"
     with pytest.raises(ProblemError, match=message):
         trace(lambda b, h, i, j: np.equal(getattr(np, name)(j), 3), "mask_mod")
     check(lambda b, h, q, k: q < int(isinstance(kind(3), kind)) + 3, "mask_mod")  # plain numbers are converted
+
+
+DTYPES = ("bool", "int8", "uint8", "int16", "int32", "int64", "uint64", "float16", "float32", "float64")
+CLASSES: dict[str, Any] = {
+    "in": lambda x: x.dtype in (np.uint8, np.float32, np.int32, np.bool_),
+    "reversed": lambda x: np.uint8 == x.dtype or np.float32 == x.dtype or np.int32 == x.dtype or np.bool_ == x.dtype,
+    "type": lambda x: x.dtype.type in (np.uint8, np.float32, np.int32, np.bool_),
+    "unequal": lambda x: not (np.uint8 != x.dtype and np.float32 != x.dtype and np.int32 != x.dtype != np.bool_),
+    "key": lambda x: x.dtype.type in {np.uint8: 1, np.float32: 1, np.int32: 1, np.bool_: 1},
+    "python": lambda x: np.uint8 == x.dtype or np.float32 == x.dtype or np.int32 == x.dtype or bool == x.dtype,
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_dtypes_choose_a_branch_as_in_plain_numpy(name: str) -> None:
+    has_class = CLASSES[name]
+    for dtype in DTYPES:
+        table = np.zeros(8, dtype)
+        is_causal = dtype in ("uint8", "float32", "int32", "bool")
+        assert has_class(table) is is_causal
+
+        def mask_mod(b: Any, h: Any, i: Any, j: Any, table: Any = table) -> Any:
+            return j <= i if has_class(table) else j >= i
+
+        expected = trace((lambda b, h, i, j: j <= i) if is_causal else (lambda b, h, i, j: j >= i), "mask_mod")
+        assert trace(mask_mod, "mask_mod").root is expected.root, (name, dtype)
+
+
+def test_classes_of_numbers_are_one_object() -> None:
+    for number in (np.uint8(3), np.int32(3), np.float32(3), np.float64(3), 3, 3.0):
+        names = [name for name in ("uint8", "int32", "float32", "float64") if type(number) is getattr(np, name)]
+        check(
+            lambda b, h, q, k, n=number, names=names: (
+                k
+                < 3
+                + ([name for name in ("uint8", "int32", "float32", "float64") if type(n) is getattr(np, name)] == names)
+            ),
+            "mask_mod",
+        )
+    check(lambda b, h, q, k: k < 3 + (np.intc is np.int32) + (np.single is np.float32), "mask_mod")
+    check(lambda b, h, q, k: k < 3 + (np.zeros(2, np.int8).dtype.type is np.int8), "mask_mod")
 
 
 def test_extremes_take_keys() -> None:

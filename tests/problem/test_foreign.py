@@ -156,7 +156,13 @@ def test_each_missing_argument_is_named_on_every_path(path: dict[str, Any]) -> N
     ("casual", ("'casual'; give causal=",)), ("windowsize", ("give window_size=",)),
     ("zzz", ("give some of q, k, v, softmax_scale, causal,",)), ("key_padding_mask", ("seqused_k=", "bias=")),
     ("actual_seq_lengths", ("give seqused_k= (batch,)", "or seqused_q= (batch,)")),
-    ("dropout", ("dropout_p=",)), ("cu_seqlens", ("cu_seqlens_q= and cu_seqlens_k=",)), ("s_aux", ("sinks=",)),
+    *((keyword, ("give causal=",)) for keyword in ("isCausal", "is_casual", "is_causal_mask")),
+    *((keyword, ("give dropout_seed=",)) for keyword in ("rng_seed", "generator")),
+    ("softmax_temp", ("give softmax_scale=",)), ("algo", ("give algorithm=",)), ("offset", ("give diagonal_offset=",)),
+    ("seqlens", ("seqused_k= (batch,)", "cu_seqlens_q= and cu_seqlens_k=")), ("splits", ("give num_splits=",)),
+    *((keyword, ("cu_seqlens_q= and cu_seqlens_k=",)) for keyword in ("cu_seq", "cu_seqlens")),
+    ("masks", ("mask_mod=", "bias=")),
+    ("attention_bias", ("give bias=",)), ("dropout", ("dropout_p=",)), ("s_aux", ("sinks=",)),
 ])  # fmt: skip
 def test_a_keyword_is_answered_by_what_it_means_or_looks_like(keyword: str, texts: tuple[str, ...]) -> None:
     with refused(TypeError, *texts):
@@ -197,6 +203,8 @@ def test_functions_of_frameworks_answer_too(module: str, name: str, arrays: str,
 @pytest.mark.parametrize(("name", "text"), [
     ("attention", "cuflash.forward"), ("flash_attn_func", "cuflash.frameworks.flash_attn"),
     ("scaled_dot_product_attention", "cuflash.frameworks.sdpa"), ("flex_attention", "cuflash.frameworks.torch"),
+    ("block_mask", "use cuflash.create_block_mask"), ("create_mask", "use cuflash.create_block_mask"),
+    ("fwd", "use cuflash.forward"), ("bwd", "use cuflash.backward"),
     ("foward", "use forward"), ("zzz", "no attribute 'zzz'"),
 ])  # fmt: skip
 def test_attributes_of_others_are_answered(name: str, text: str) -> None:
@@ -264,6 +272,14 @@ def test_errors_are_renamed_word_by_word_and_paths_are_not() -> None:
     error = renamed(cuflash.UnsupportedError(text), names)
     assert type(error) is cuflash.UnsupportedError
     assert str(error) == expected
+
+
+@pytest.mark.parametrize("value", ["k", "it's k", 'k "k" k', "q k", "k's", "\\", "k\\'k"])
+def test_quoted_values_are_not_renamed(value: str) -> None:
+    error = renamed(
+        cuflash.ProblemError(f"window_size={value!r} is not a pair, but k is the keys' k"), {"k": "k of kv"}
+    )
+    assert str(error) == f"window_size={value!r} is not a pair, but k of kv is the keys' k of kv"
 
 
 class _CallerError(cuflash.ProblemError):

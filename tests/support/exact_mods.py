@@ -10,6 +10,14 @@ import numpy as np
 
 ROWS = 8
 PLACES = np.arange(ROWS)
+# All pairs of rows and columns.
+GRID: dict[str, Any] = {
+    **dict.fromkeys(("b", "h"), np.zeros(ROWS * ROWS, int)),
+    **dict.fromkeys(("seqlen_q", "seqlen_k"), np.full(ROWS * ROWS, ROWS)),
+    "q_idx": np.repeat(PLACES, ROWS),
+    "k_idx": np.tile(PLACES, ROWS),
+    "score": np.zeros(ROWS * ROWS, np.float32),
+}
 TIMES = 1.7e9 + 10.0 * PLACES + 0.1  # in seconds, of which float32 holds every 128th
 DAYS = 1_700_000_000 + 43_200 * PLACES.astype(np.int32)
 NANOSECONDS = 1_700_000_000_000_000_000 + 3 * PLACES
@@ -45,6 +53,11 @@ MASKS: dict[str, Callable[..., Any]] = {
     "powers of ten": lambda b, h, i, j: (10.0**i == 1000.0) | (10.0**j >= 10.0 ** (i + 1) * 0.1),
     "powers of an index": lambda b, h, i, j: (j + 0.5) ** (i - 2.0) <= 7.5,
     "rounded to 16 bits": lambda b, h, i, j: float(np.float16(MINUTES[i] * 0.1)) >= float(np.float16(MINUTES[j] * 0.1)),
+    "logarithms of ten": lambda b, h, i, j: np.log10(10.0**i) == j,
+    "logarithms up to a bound": lambda b, h, i, j: np.log10(10.0**j) <= i * 1.0,
+    "sign of a zero quotient": lambda b, h, i, j: np.divide(1.0, np.floor_divide(-1.0 * i, 3.5 - j)) > 0,
+    "sign of a negative zero": lambda b, h, i, j: np.divide(1.0, np.sign(-1.0 * (i - j))) > 0,
+    "16 bits beside a number": lambda b, h, i, j: (np.float16(i * 0.1) == 0.3) | (np.float16(j * 0.1) >= 0.7),
     "sum of captured integers": lambda b, h, i, j: ENDS[i] + i > ENDS[j],
     "product of captured integers": lambda b, h, i, j: ENDS[i] * ENDS[j] > 0,
     "unsigned difference": lambda b, h, i, j: COUNTS[i] - COUNTS[j] < 2,
@@ -127,4 +140,5 @@ def with_arrays(function: Callable[..., Any], put: Callable[[Any], Any]) -> Call
 def exact(function: Callable[..., Any]) -> Any:
     """Returns the values of a mask, (ROWS, ROWS), from Python's numbers."""
     plain = with_arrays(function, _Exact)
-    return np.array([[bool(plain(0, 0, i, j)) for j in range(ROWS)] for i in range(ROWS)])
+    with np.errstate(all="ignore"):
+        return np.array([[bool(plain(0, 0, i, j)) for j in range(ROWS)] for i in range(ROWS)])

@@ -21,6 +21,7 @@ from cuflash.mods.graph.derivative import differentiate
 from cuflash.mods.graph.graph import CapturedArray, Node
 from cuflash.mods.graph.operations import Type
 from cuflash.mods.graph.simplify import constant, load
+from cuflash.mods.tracing.trace import trace
 from cuflash.reference.evaluate import evaluate
 
 KERNELS = ROOT / "kernels_cu"
@@ -99,6 +100,12 @@ class Case(NamedTuple):
         results = [f"result{number}" for number in range(len(self.roots))]
         arrays = [captured(each) for each in self.arrays]
         return print_struct(self.roots, arrays, name, results, results if self.is_exact else (), self.runs)
+
+
+def case_of(function: Any, kind: str = "mask_mod") -> Case:
+    """Returns the case of a traced function."""
+    graph = trace(function, kind)
+    return Case([graph.root], [each.array for each in graph.arrays], is_exact=kind == "mask_mod")
 
 
 def packed(arrays: Sequence[Any]) -> bytes:

@@ -66,7 +66,7 @@ _DOUBLE = {
     "subtract": "__dsub_rn({0}, {1})",
     "multiply": "__dmul_rn({0}, {1})",
     "tanh": "tanh({0})",
-    "sign": "{0} > 0.0 ? 1.0 : {0} < 0.0 ? -1.0 : {0}",
+    "sign": "{0} > 0.0 ? 1.0 : {0} < 0.0 ? -1.0 : {0} + 0.0",
     "minimum": "{0} < {1} || {0} != {0} ? {0} : {1}",
     "maximum": "{0} > {1} || {0} != {0} ? {0} : {1}",
     "truncated_divide": "trunc({0} / {1})",
@@ -75,8 +75,14 @@ _DOUBLE = {
     "(r < 0.0) != (y < 0.0) ? r + y : r; }}({0}, {1})",
     "floor_divide": "[](double x, double y) {{ if (y == 0.0) return x / y; const double r = fmod(x, y); "
     "const double below = r != 0.0 && (r < 0.0) != (y < 0.0) ? 1.0 : 0.0, quotient = (x - r) / y - below; "
+    "if (quotient == 0.0) return copysign(0.0, y < 0.0 ? -x : x); "
     "const double whole = floor(quotient); return quotient - whole > 0.5 ? whole + 1.0 : whole; }}({0}, {1})",
 }
+# Rounds float64 to the float32 beside it whose last bit is 1, so that a rounding to 16 bits makes no tie of it.
+_TO_ODD = (
+    "[](double x) {{ const float y = static_cast<float>(x); return x == x ? __uint_as_float(__float_as_uint(y) - "
+    "(fabs(static_cast<double>(y)) > fabs(x)) | (y != x)) : y; }}({0})"
+)
 # Roundings to 16 bits, of ties to even. Numbers below the normal ones of float16 are multiples of 2^-24, as is 0.5.
 _SHORT = {
     "as_bfloat16": "[](float x) {{ const unsigned bits = __float_as_uint(x); return x == x ? "
@@ -86,6 +92,7 @@ _SHORT = {
     "return size < 65520.0f ? __uint_as_float((bits + 0xfffu + (bits >> 13 & 1u)) & 0xffffe000u) "
     ": x * __uint_as_float(0x7f800000u); }}({0})",
 }
+_DOUBLE |= {op: text.replace("({0})", f"({_TO_ODD})") for op, text in _SHORT.items()}
 _UNSIGNED = {
     "right_shift": "{1} < 64ull ? {0} >> {1} : 0ull",
     **dict.fromkeys(("floor_divide", "truncated_divide"), "{1} == 0ull ? 0ull : {0} / {1}"),

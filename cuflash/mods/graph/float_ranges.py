@@ -13,6 +13,7 @@ from .operations import ROUNDING, SHORT_FLOATS, Type
 
 ROOM = 1e-5  # relative margin for rounding errors
 _SHORT = 65504.0  # the greatest float16
+_HALF_STEP = 2.0**-25  # the largest error of a float16 below its normal numbers; that of a bfloat16 is smaller
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(np.finfo(np.float32).max)
 
 
@@ -67,6 +68,14 @@ def _span(root: Node) -> _Span:
     return spans[root]
 
 
+def _widened(low: float, high: float, may_be_nan: bool, share: float = 2.0**-22, step: float = 0.0) -> _Span:
+    """Returns a range with room for a rounding error, which a later difference or quotient may make large.
+
+    share, step: the largest errors of normal numbers, relative to them, and of smaller ones.
+    """
+    return _Span(low - abs(low) * share - step, high + abs(high) * share + step, may_be_nan)
+
+
 def _span_of(x: Node, parts: list[_Span]) -> _Span:
     if x.op == "constant":
         return _ALL if math.isnan(x.value) else _Span(x.value, x.value, may_be_nan=False)
@@ -74,7 +83,9 @@ def _span_of(x: Node, parts: list[_Span]) -> _Span:
         source = x.arguments[0]
         if source.type.is_float:
             return parts[0]
-        return _Span(float(source.ends[0]), float(source.ends[1]), may_be_nan=False)
+        low, high = map(float, source.ends)
+        is_exact = max(-low, high) <= 2.0**24
+        return _Span(low, high, may_be_nan=False) if is_exact else _widened(low, high, may_be_nan=False)
     parts = parts[1:] if x.op == "where" else parts
     may_be_nan = (all if x.op in ("fmin", "fmax") else any)(part.may_be_nan for part in parts)
     lows, highs = [part.low for part in parts], [part.high for part in parts]
@@ -87,7 +98,7 @@ def _span_of(x: Node, parts: list[_Span]) -> _Span:
     if x.op in SHORT_FLOATS:
         if not -_SHORT < lows[0] <= highs[0] < _SHORT:
             return _Span(-math.inf, math.inf, may_be_nan)
-        return _Span(lows[0] - abs(lows[0]) / 128, highs[0] + abs(highs[0]) / 128, may_be_nan)
+        return _widened(lows[0], highs[0], may_be_nan, 2.0**-7, _HALF_STEP)
     if x.op == "where":
         return _Span(min(lows), max(highs), may_be_nan)
     if x.op in ("minimum", "fmin", "maximum", "fmax"):
@@ -105,7 +116,7 @@ def _span_of(x: Node, parts: list[_Span]) -> _Span:
         if x.op == "divide" and lows[1] < _LEAST_NORMAL and highs[1] > -_LEAST_NORMAL:
             return _ALL
         values = [_CORNERS[x.op](a, b) for a in parts[0][:2] for b in parts[-1][:2]]
-        return _Span(min(values), max(values), may_be_nan)
+        return _widened(min(values), max(values), may_be_nan)
     return _ALL
 
 

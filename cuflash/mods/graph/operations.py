@@ -126,6 +126,14 @@ def _rsqrt(x: Any) -> Any:
     return np.asarray(1, x.dtype) / np.sqrt(x)
 
 
+def _rounded_once(function: Function) -> Function:
+    """Returns a function that computes in float64: its float32 is exact if float32 holds the result.
+
+    Functions of float32 may be off in the last place, by the processor: np.log10(np.float32(100)) is above 2.
+    """
+    return lambda x, *others: function(x, *others, dtype=np.float64).astype(np.asarray(x).dtype)
+
+
 def _erf(x: Any) -> Any:
     return np.vectorize(math.erf, otypes=[np.float64])(x).astype(np.asarray(x).dtype)
 
@@ -134,23 +142,34 @@ def _as_float16(x: Any) -> Any:
     return np.asarray(x).astype(np.float16).astype(np.asarray(x).dtype)
 
 
+def _to_odd(x: Any) -> Any:
+    """Returns float64 as float32: of the two neighbours of a number between them, the one whose last bit is 1.
+
+    A second rounding, to 16 bits, then has the result of one rounding: no number becomes a tie.
+    """
+    short = np.asarray(x).astype(np.float32)
+    is_above = np.abs(short.astype(np.float64)) > np.abs(x)
+    return (short.view(np.uint32) - is_above.astype(np.uint32) | (short != x)).view(np.float32)
+
+
 def _as_bfloat16(x: Any) -> Any:
-    bits = np.asarray(x, np.float32).view(np.uint32)
+    bits = _to_odd(x).view(np.uint32)
     # To the nearest number with 16 bits less, and to the even one of two.
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), x, rounded.view(np.float32)).astype(np.asarray(x).dtype)
 
 
-# Roundings of float32 to floats of 16 bits; the result is float32 again.
+# Roundings of float32 or float64 to floats of 16 bits; the result is float32.
+# The rounding to a dtype is named after it.
 SHORT_FLOATS: dict[str, Function] = {"as_float16": _as_float16, "as_bfloat16": _as_bfloat16}
 # Operations of floats; other arguments become floats first.
 FLOATING: dict[str, Function] = {
     "exp": np.exp,
-    "exp2": np.exp2,
+    "exp2": _rounded_once(np.exp2),
     "expm1": np.expm1,
     "log": np.log,
-    "log2": np.log2,
-    "log10": np.log10,
+    "log2": _rounded_once(np.log2),
+    "log10": _rounded_once(np.log10),
     "log1p": np.log1p,
     "sqrt": np.sqrt,
     "rsqrt": _rsqrt,
@@ -160,7 +179,7 @@ FLOATING: dict[str, Function] = {
     "erf": _erf,
     "sign": np.sign,
     "divide": np.divide,
-    "power": np.power,
+    "power": _rounded_once(np.power),
 }
 DIVISIONS = ("floor_divide", "remainder", "truncated_divide", "truncated_remainder")
 ROUNDING: dict[str, Function] = {"floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.rint}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .extents import is_large, is_wide, needs_digits
 from .graph import Node, post_order
-from .operations import COMPARISONS, DIVISIONS, FLOATING, ROUNDING, Type
+from .operations import COMPARISONS, DIVISIONS, FLOATING, ROUNDING, SHORT_FLOATS, Type
 from .simplify import build, cast, constant, load, number_in, rebuilt
 
 # Operations of floats that turn a small difference into a large one.
@@ -82,7 +82,10 @@ def _is_long(parts: list[_Forms]) -> bool:
 def _of_others(x: Node, parts: list[_Forms]) -> _Forms:
     if x.op == "cast" and x.type.is_float:
         return _Forms(short := cast(parts[0].short, x.type), short)
-    is_long = (x.op in SHARP or x.op == "cast") and not x.type.is_float and _is_long(parts)
+    if x.op in SHORT_FLOATS:  # a captured float64 is rounded once
+        is_long = parts[0].has_captured and "score" not in x.inputs
+    else:
+        is_long = (x.op in SHARP or x.op == "cast") and not x.type.is_float and _is_long(parts)
     node = rebuilt(x, [part.long if is_long else part.short for part in parts])
     return _Forms(node, node)
 

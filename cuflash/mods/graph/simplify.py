@@ -121,7 +121,7 @@ def _float_type(args: Iterable[Node]) -> Type:
 def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
     """Returns the operation, its arguments after casts, their type, and the type of the result."""
     if op in SHORT_FLOATS:
-        return op, [cast(args[0], FLOAT32)], FLOAT32, FLOAT32
+        return op, [args[0] if args[0].type == FLOAT64 else cast(args[0], FLOAT32)], FLOAT32, FLOAT32
     if op in FLOATING or op in ROUNDING:
         type = _float_type(args)
         return op, [cast(each, type) for each in args], type, type

@@ -8,9 +8,10 @@ from functools import reduce
 from typing import Any, NoReturn
 
 from ..graph.graph import CapturedArray, Node
-from ..graph.operations import Type
+from ..graph.operations import SHORT_FLOATS, Type
 from ..graph.simplify import build, cast, constant, load
-from .operand import Operand, as_node, extent_of_dtype, fault
+from .operand import CONVERSIONS, Operand, as_node, extent_of_dtype, fault
+from .promotion import widened
 from .tracers import Elements, Traced, TracedScalar, called
 
 # Short arrays may be used without an index along one axis: their elements are computed one by one.
@@ -35,8 +36,8 @@ class Arrays(list[CapturedArray]):
 def _refuse_value(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise fault(
         f"a captured array of shape {self.shape} has no number yet, as each call reads it anew, so range, tolist, "
-        "indices of lists, sets and keys of dicts cannot take it or its elements; compute with its elements, or make a "
-        "number of it before the call, such as n = int(array[0]), and refer to that"
+        "indices of lists, sets and keys of dicts cannot take it or its elements; compute with its elements, convert "
+        f"them by {CONVERSIONS}, or make a number of it before the call, such as n = int(array[0]), and refer to that"
     )
 
 
@@ -66,6 +67,8 @@ class TracedArray(Traced):
         indices = [index for index in self._indices if index is not None]
         number, extent = self._arrays.number_of(self._captured), extent_of_dtype(self._captured.dtype)
         element = load(number, self._captured.type, indices, extent)
+        if (rounding := f"as_{self._captured.dtype}") in SHORT_FLOATS:
+            element = build(rounding, element)  # changes no value: the trace removes it at its end
         return reduce(lambda node, cast_to: cast_to(TracedScalar(node)).node, self._casts, element)
 
     @property
@@ -99,7 +102,7 @@ class TracedArray(Traced):
         if len(index) not in (0, self.ndim) or (not index and self.numel() != 1):
             indices = ", ".join(map(str, index))
             raise fault(f"item({indices}) of an array of shape {self.shape}; index it, as in array[h]")
-        return TracedScalar(self[index or (0,) * self.ndim].node)
+        return TracedScalar(widened(self[index or (0,) * self.ndim].node))
 
     __int__ = __float__ = __index__ = __complex__ = tolist = __array__ = __hash__ = _refuse_value
 

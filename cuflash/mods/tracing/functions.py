@@ -14,7 +14,7 @@ from ..graph.graph import Node
 from ..graph.operations import COMPARISONS, FLOATING, ROUNDING, UNARY, Type
 from ..graph.simplify import build, cast, constant
 from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, name_of_dtype, type_of_cast
-from .promotion import of_whole_number, promoted
+from .promotion import of_whole_number, promoted, widened, with_short_numbers
 
 BOOL, INT32, INT64, FLOAT32, UINT64, FLOAT64 = Type
 MAX_EXPONENT = 8  # of integer powers, which become products
@@ -29,6 +29,8 @@ def operation(op: str, *values: Any) -> Node:
     if len(values) != (3 if op == "where" else 1 if op in UNARY else 2):
         raise TypeError(f"it takes {1 if op in UNARY else 2} but was given {len(values)}")
     nodes = [as_node(value) for value in values]
+    if op in COMPARISONS or op in ("greater", "greater_equal"):
+        nodes = with_short_numbers(values, nodes)
     if op in ("greater", "greater_equal"):
         op, nodes = "less" if op == "greater" else "less_equal", nodes[::-1]
     if op in COMPARISONS and (result := of_whole_number(op, *nodes)) is not None:
@@ -58,8 +60,8 @@ def _integer_power(base: Node, exponent: Node) -> Node:
 
 def to_type(value: Any, dtype: Any) -> Node:
     """Casts a value to the type of a dtype of any library. Floats of 16 bits are float32, rounded to 16 bits."""
-    node, rounding = cast(as_node(value), type_of_cast(dtype)), _ROUNDINGS.get(name_of_dtype(dtype))
-    return node if rounding is None else build(rounding, node)
+    node, type, rounding = as_node(value), type_of_cast(dtype), _ROUNDINGS.get(name_of_dtype(dtype))
+    return widened(cast(node, type)) if rounding is None else build(rounding, node)
 
 
 def _logical(op: str) -> Callable[[Any, Any], Node]:
@@ -259,7 +261,7 @@ def _same(x: Any, *_: Any, **__: Any) -> Node:
 
 
 def _cast(type: Type) -> Callable[..., Node]:
-    return lambda x, *_, **__: cast(as_node(x), type)
+    return lambda x, *_, **__: widened(cast(as_node(x), type))
 
 
 def _short(name: str) -> Callable[..., Node]:
@@ -281,7 +283,7 @@ def as_integer(op: str) -> Callable[[Any], Node]:
 def as_float(x: Any) -> Node:
     """Returns a number as Python's float."""
     node = as_node(x)
-    return node if node.type.is_float else cast(node, FLOAT64)
+    return widened(node) if node.type.is_float else cast(node, FLOAT64)
 
 
 # Names of all libraries, after the names of operations themselves, for the functions above and for operations.

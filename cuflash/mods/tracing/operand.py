@@ -33,6 +33,8 @@ _TYPES = {
 }
 # The integers that a value may be cast to.
 _WIDE = ("int32", "int64", "int", "int_", "long")
+# The classes of NumPy that convert traced values, for messages.
+CONVERSIONS = "np.bool_, int32, int64, float16, float32 or float64"
 
 
 class Operand:

@@ -20,8 +20,6 @@ from .tracers import called
 
 # Replaces a value that was read, by the number of the parent's read, the reader, its key and the value.
 Replace = Callable[[int, Reader, Any, Any], Any]
-# The classes of NumPy that convert traced values.
-_CONVERSIONS = ("bool_", "int32", "int64", "float16", "float32", "float64")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -36,7 +34,8 @@ def library_of(value: Any) -> str:
 
 def stand_in(value: Any, name: str | None = None) -> Any:
     """Returns the replacement of a function or class of a library: it takes traced values if its name is supported."""
-    name = name or getattr(value, "__name__", None)
+    # Classes have one name: np.intc is np.int32.
+    name = getattr(value, "__name__", None) if isinstance(value, type) else name or getattr(value, "__name__", None)
     if isinstance(value, types.MethodDescriptorType):
         return Function(value, str(name), value.__objclass__.__module__.partition(".")[0].lstrip("_"))
     library = library_of(value)
@@ -44,11 +43,10 @@ def stand_in(value: Any, name: str | None = None) -> Any:
         return BUILTINS.get(str(name), value)
     if name in ("finfo", "iinfo"):
         return _limits(value)
-    if isinstance(value, type):
-        is_conversion = is_name_of_dtype(str(name)) or value in np.sctypeDict.values()
-        return _conversion(value, str(name)) if is_conversion else value
     if name not in FUNCTIONS or not callable(value):
         return value
+    if isinstance(value, type):
+        return _conversion(value, name) if is_name_of_dtype(name) else value
     return Function(value, name, library)
 
 
@@ -93,8 +91,6 @@ class _Conversion(type):
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         if arguments and isinstance(arguments[0], Operand):
-            if cls.dtype_name not in FUNCTIONS:
-                raise fault(f"{cls.dtype_name}() of a traced value; {', '.join(_CONVERSIONS)} convert one")
             return called(cls.dtype_name, arguments, keywords, library_of(cls.plain))
         return cls.plain(*arguments, **keywords)
 
@@ -108,13 +104,14 @@ class _Conversion(type):
         return getattr(cls.plain, name)
 
     def __eq__(cls, other: object) -> bool:
-        return other is cls.plain or (isinstance(other, _Conversion) and other.plain is cls.plain)
+        # A plain class equals its dtype, too.
+        return bool(cls.plain == (other.plain if isinstance(other, _Conversion) else other))
 
     def __hash__(cls) -> int:
         return hash(cls.plain)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)  # jnp.int32 equals np.int32, but has another type
 def _conversion(plain: Any, name: str) -> type:
     # int and float are bases, because `case int(x)` matches subclasses of int only; bool allows no subclass.
     bases = (plain,) if plain in (int, float) else ()
@@ -128,7 +125,7 @@ class _TypeOf(type):
         if len(arguments) != 1:
             return type(*arguments, **keywords)
         kind = getattr(arguments[0], "__class__", type(arguments[0]))
-        return BUILTINS[kind.__name__] if kind in (int, float, bool) else kind
+        return stand_in(kind) if kind in (int, float, bool) or issubclass(kind, np.generic) else kind
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, type)

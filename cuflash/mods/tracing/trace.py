@@ -16,7 +16,7 @@ from ...locks import Lock
 from ...units import kind_of
 from ..analysis.intervals import band
 from ..graph.graph import MASK_ARGUMENTS, SCORE_ARGUMENTS, CapturedArray, Graph, Node, digest, post_order, variable
-from ..graph.operations import Type
+from ..graph.operations import SHORT_FLOATS, Type
 from ..graph.precision import settled
 from ..graph.simplify import cast, load, rebuilt, transform
 from .branches import trace_branches
@@ -193,6 +193,9 @@ def graph_of(root: Node, arrays: list[CapturedArray], kind: str, name: str) -> G
     indices = {number: index for index, number in enumerate(numbers)}
 
     def renumbered(x: Node, arguments: list[Node]) -> Node:
+        if x.op in SHORT_FLOATS and arguments[0].op == "load":
+            number = numbers[arguments[0].value]
+            return arguments[0] if x.op == f"as_{arrays[number].dtype}" else rebuilt(x, arguments)
         return load(indices[x.value], x.type, arguments, x.extent) if x.op == "load" else rebuilt(x, arguments)
 
     (root,) = transform([root], renumbered)

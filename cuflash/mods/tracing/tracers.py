@@ -22,7 +22,7 @@ from ..graph.precision import has_digits
 from ..graph.simplify import cast, constant
 from .branches import branch_on
 from .functions import FUNCTIONS, as_integer, call, operation, tensor_where
-from .operand import Operand, as_node, fault, is_array, located, refusal
+from .operand import CONVERSIONS, Operand, as_node, fault, is_array, located, refusal
 
 _BINARY = {
     "add": "add",
@@ -59,7 +59,7 @@ dtypes: ContextVar[Any] = ContextVar("cuflash_dtypes", default=np)
 def _refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise fault(
         "a traced value has no number yet, so range, item, tolist, indices of lists, sets and keys of dicts cannot "
-        "take it; compute with it, or index an array with it"
+        f"take it; compute with it, index an array with it, or convert it by {CONVERSIONS}"
     )
 
 
