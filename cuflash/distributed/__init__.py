@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .layout import Layout
-from .plan import plan
+from .work import plan
 
 if TYPE_CHECKING:
     from .torch import attention as attention
