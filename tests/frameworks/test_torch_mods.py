@@ -413,6 +413,13 @@ def test_captured_masks_equal_exact_masks(device: str, name: str) -> None:
     np.testing.assert_allclose(counts, exact(MASKS[name]).sum(axis=1), rtol=1e-5)
 
 
+REBUILDS = pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.12"),
+    reason="the compiler of PyTorch 2.11 cannot rebuild all ops of cuflash after a graph",
+)
+
+
+@REBUILDS
 def test_calls_with_numpy_run_between_compiled_graphs() -> None:
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 8, 2, 16), np.float32)
@@ -430,6 +437,7 @@ def test_calls_with_numpy_run_between_compiled_graphs() -> None:
         np.testing.assert_array_equal(torch.compile(function, backend="eager")(), function(), err_msg=name)
 
 
+@REBUILDS
 def test_cpu_calls_of_cuflash_run_between_compiled_graphs() -> None:
     q, k, v = torch.randn(3, 1, 8, 2, 16)
     bias, sinks, bounds = torch.randn(1, 2, 8, 8), torch.randn(2), torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -443,9 +451,8 @@ def test_cpu_calls_of_cuflash_run_between_compiled_graphs() -> None:
         "varlen": lambda q: cuflash.forward(q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds),
         "lse": lambda q: cuflash.lse(q, k, bias=bias),
         "backward": lambda q: cuflash.backward(v, q, k, v, v, lse, bias=bias)[0],
+        "merge": lambda q: cuflash.merge_states([q, v], [lse, lse])[0],
     }
-    if torch.__version__ >= torch.torch_version.TorchVersion("2.12"):  # older compilers fail to rebuild its op
-        calls["merge"] = lambda q: cuflash.merge_states([q, v], [lse, lse])[0]
     for name, function in calls.items():
         torch._dynamo.reset()
         compiled = torch.compile(lambda q, function=function: function(q + 1) * 2, backend="eager")
