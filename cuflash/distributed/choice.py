@@ -25,6 +25,13 @@ def ulysses_lacks(heads_q: int, ranks: int, has_bias_rows: bool = False) -> str 
     return "a bias with rows of its own is sharded by rows, not by heads" if has_bias_rows else None
 
 
+def kv_copies(heads_q: int, heads_kv: int, ranks: int) -> int:
+    """Returns how many times "ulysses" repeats each kv head, so that the ranks divide the heads."""
+    if heads_kv % ranks == 0:
+        return 1
+    return ranks // heads_kv if ranks % heads_kv == 0 else heads_q // heads_kv
+
+
 def choose(
     layout: Layout,
     window: Window,

@@ -20,7 +20,7 @@ from ..frameworks import jax as on_device
 from ..frameworks.jax.call import static_of
 from ..frameworks.jax.primitives import backward
 from ..problem.options import Options, WindowSize, check_flag, check_window
-from .choice import SCHEMES, Scheme, choose, ulysses_lacks
+from .choice import SCHEMES, Scheme, choose, kv_copies, ulysses_lacks
 from .layout import Layout
 from .rectangles import Range, Rectangle, Window, needed_keys, pieces_of, rectangles
 
@@ -167,8 +167,7 @@ def _ulysses(call: Call, q: Any, k: Any, v: Any, sinks: Any, mods: dict[str, Any
     layout, axis, ranks, heads_q, heads_kv = call.layout, call.axis_name, call.layout.ranks, q.shape[2], k.shape[2]
     if reason := ulysses_lacks(heads_q, ranks):
         raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='ring' or 'gather'")
-    if heads_kv % ranks:
-        copies = ranks // heads_kv if ranks % heads_kv == 0 else heads_q // heads_kv
+    if (copies := kv_copies(heads_q, heads_kv, ranks)) > 1:
         k, v = (jnp.repeat(x, copies, 2) for x in (k, v))
     order = layout.order
     back = np.argsort(order)
@@ -268,12 +267,6 @@ def _shifted(call: Call, arrays: Any) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, call.axis_name, to_next), arrays)
 
 
-def _mask(call: Call, part: Rectangle) -> dict[str, Any]:
-    if part.diagonal_offset is None:
-        return {}
-    return {"window_size": (call.window.left, call.window.right), "diagonal_offset": part.diagonal_offset}
-
-
 def _at_step(call: Call, step: int, run: Callable[[list[Rectangle]], Callable[..., Any]], *arrays: Any) -> Any:
     """Runs a step of the ring with this rank's rectangles."""
     different, choice = _branches(call.layout, step, call.window)
@@ -307,7 +300,7 @@ def _ring_states(call: Call, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, A
             out, lse = state
             for part in parts:
                 rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
-                one = _attention(q[:, rows], ks, vs, return_lse=True, **_mask(call, part), **call.options)
+                one = _attention(q[:, rows], ks, vs, return_lse=True, **part.mask(call.window), **call.options)
                 some = _merged((out[:, rows], lse[..., rows]), one)
                 out, lse = out.at[:, rows].set(some[0]), lse.at[..., rows].set(some[1])
             return out, lse
@@ -369,7 +362,7 @@ def _gradients(
     call: Call, part: Rectangle, q: Any, k: Any, v: Any, dout: Any, out: Any, lse: Any, dlse: Any
 ) -> tuple[Any, ...]:
     """Returns dq, dk and dv of a rectangle, by the lse over all keys."""
-    options = Options(call.softmax_scale, softcap=call.softcap, **_mask(call, part))
+    options = Options(call.softmax_scale, softcap=call.softcap, **part.mask(call.window))
     static = static_of(("q", "k", "v"), (q, k, v), options)
     named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse[..., None], "dlse": dlse[..., None]}
     dq, dk, dv = backward.bind(*named.values(), static=static._replace(names=tuple(named)))

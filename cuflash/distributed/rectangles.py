@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .layout import Layout
 
@@ -39,6 +39,12 @@ class Rectangle(NamedTuple):
     def num_pairs(self) -> int:
         """Pairs of a query and a key, masked ones included."""
         return (self.q[1] - self.q[0]) * (self.k[1] - self.k[0])
+
+    def mask(self, window: Window) -> dict[str, Any]:
+        """Returns the keywords of the call's mask."""
+        if self.diagonal_offset is None:
+            return {}
+        return {"window_size": tuple(window), "diagonal_offset": self.diagonal_offset}
 
 
 def rectangles(layout: Layout, rank_q: int, rank_k: int, window: Window, merge: bool = True) -> list[Rectangle]:

@@ -18,7 +18,7 @@ from .. import backward, forward, merge_states
 from ..errors import UnsupportedError
 from .choice import ring_lacks
 from .exchange import start_shift
-from .rectangles import Rectangle, rectangles
+from .rectangles import rectangles
 from .scheme import Call
 
 _forward: Any = forward  # overloads do not take keywords of a dict
@@ -69,7 +69,7 @@ def compute(
         else:
             for part in rectangles(call.layout, call.rank, source, call.window):
                 rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
-                one = _forward(q[:, rows], ks, vs, return_lse=True, **_mask(call, part), **options)
+                one = _forward(q[:, rows], ks, vs, return_lse=True, **part.mask(call.window), **options)
                 state[0][:, rows], state[1][..., rows] = _merged((state[0][:, rows], state[1][..., rows]), one)
         if step < ranks - 1:
             work.wait()
@@ -109,7 +109,7 @@ def gradients(
                 rows, columns = slice(*part.q), slice(*part.k)
                 some_dlse = None if dlse is None else dlse[..., rows]
                 grads = _backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns],
-                                           out[:, rows], lse[..., rows], dlse=some_dlse, **_mask(call, part),
+                                           out[:, rows], lse[..., rows], dlse=some_dlse, **part.mask(call.window),
                                            **options)  # fmt: skip
                 dq[:, rows] += grads[0]
                 for total, grad in zip(new, grads[1:], strict=True):
@@ -135,13 +135,6 @@ def _padded(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Returns keys or values with the rows of the rank that has most, as all ranks send equal shapes."""
     missing = max(call.rows) - x.shape[1]
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-
-
-def _mask(call: Call, part: Rectangle) -> dict[str, Any]:
-    """Returns the keywords of a rectangle's mask."""
-    if part.diagonal_offset is None:
-        return {}
-    return {"window_size": (call.window.left, call.window.right), "diagonal_offset": part.diagonal_offset}
 
 
 def _local_mask(call: Call, device: torch.device) -> dict[str, Any]:

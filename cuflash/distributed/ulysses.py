@@ -10,7 +10,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..frameworks.torch import attention
-from .choice import ulysses_lacks
+from .choice import kv_copies, ulysses_lacks
 from .exchange import exchange
 from .layout import Layout
 from .scheme import Call, with_offsets
@@ -23,9 +23,8 @@ def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     bias = call.mods.get("bias")
     if reason := ulysses_lacks(heads_q, ranks, call.has_bias_rows):
         raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='gather' or 'auto'")
-    if heads_kv % ranks:
-        # Fewer kv heads than ranks: each goes to all ranks whose query heads read it. Gradients add up.
-        copies = ranks // heads_kv if ranks % heads_kv == 0 else heads_q // heads_kv
+    if (copies := kv_copies(heads_q, heads_kv, ranks)) > 1:
+        # Each kv head goes to all ranks whose query heads read it. Gradients add up.
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
     q, k, v = (_to_heads(call, x) for x in (q, k, v))
     mods, first = dict(call.mods), rank * (heads_q // ranks)

@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import ProblemError
 from ..problem.options import WindowSize, check_flag, check_integer, check_window
 from ..units import memory, work
-from .choice import SCHEMES, Scheme, choose, ulysses_lacks
+from .choice import SCHEMES, Scheme, choose, kv_copies, ulysses_lacks
 from .layout import Layout
 from .rectangles import Window, needed_keys, pieces_of, rectangles
 
@@ -121,7 +121,7 @@ def plan(
         flops, calls = 2 * pairs[rank] * heads_q * (head_dim + head_dim_v), 1
         if scheme == "ulysses":
             flops, heads = 2 * sum(pairs) * (heads_q // ranks) * (head_dim + head_dim_v), heads_q // ranks
-            copies = heads_kv if heads_kv % ranks == 0 else ranks if ranks % heads_kv == 0 else heads_q
+            copies = heads_kv * kv_copies(heads_q, heads_kv, ranks)
             of_a_row = heads * head_dim + copies // ranks * (head_dim + head_dim_v)
             elements = (layout.seqlen - rows[rank]) * of_a_row + rows[rank] * (heads_q - heads) * head_dim_v
         elif scheme == "ring":
