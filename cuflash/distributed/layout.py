@@ -48,7 +48,7 @@ class Layout:
         can be pickled.
     kind : {"zigzag", "contiguous", "balanced"}, default "zigzag"
         "zigzag" cuts the rows into 2 ranks chunks and gives rank r chunks r and 2 ranks - 1 - r, which balances causal
-        work. "contiguous" gives each rank one chunk. "balanced" deals chunks of packed documents by their causal work.
+        work. "contiguous" gives each rank one chunk. "balanced" assigns chunks of documents by their causal work.
     rank : int, optional
         This process's rank; by default that of the group.
     chunk : int, default 4096
@@ -123,14 +123,14 @@ class Layout:
         chunks = cuts(ranks * max(-(-total // (chunk * ranks)), 1))
         each = len(chunks) // ranks
         # Ranks take the longest remaining chunk in turns by their work so far; all get equally many chunks.
-        dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        assigned: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         by_work = [(0, r) for r in range(ranks)]
         for run in sorted(chunks, key=lambda run: (-self._work(*run), run)):
             work, r = heapq.heappop(by_work)
-            dealt[r].append(run)
-            if len(dealt[r]) < each:
+            assigned[r].append(run)
+            if len(assigned[r]) < each:
                 heapq.heappush(by_work, (work + self._work(*run), r))
-        return [sorted(runs) for runs in dealt]
+        return [sorted(runs) for runs in assigned]
 
     def _work(self, begin: int, end: int) -> int:
         """Returns the pairs of a query in these rows and a key that a causal mask shows it."""
