@@ -52,6 +52,7 @@ def backward(
     *,
     dlse: Any = None,
     deterministic: bool = False,
+    sm_margin: int = 0,
     grads_out: Sequence[Any] | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -99,6 +100,8 @@ def backward(
         Gradient of lse, in the shape and dtype of lse.
     deterministic : bool, default False
         True gives bitwise repeatable results (see Notes).
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others.
     grads_out : tuple (dq, dk, dv), optional
         Arrays to write to and return, None for a new one. They have the shapes and dtype of q, k, v and any strides,
         such as views of one packed array. They share no element with each other or with an input, repeat no memory and
@@ -227,6 +230,7 @@ def backward(
         diagonal_offset=diagonal_offset,
         softcap=softcap,
         deterministic=deterministic,
+        sm_margin=sm_margin,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         dropout_p=dropout_p,

@@ -51,6 +51,7 @@ def forward(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    sm_margin: int = 0,
     score_mod: Any = None,
     mask_mod: Any = None,
     block_mask: Any = None,
@@ -122,6 +123,8 @@ def forward(
     split_size : int, optional
         Switch for equal bits in every layout (see Notes). Despite its name, it splits no keys: any multiple of
         128 has the same effect.
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others, such as NCCL's beside them; fewer than the GPU has (see Notes).
     score_mod : callable (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces the scaled and capped one.
     mask_mod : callable (b, h, q_idx, k_idx), optional
@@ -184,6 +187,12 @@ def forward(
     16-bit inputs with head dims that are multiples of 8 need alignment. They and their rows must begin at multiples of
     16 bytes, else UnsupportedError is raised.
 
+    SMs. With sm_margin, Hopper's kernels start one thread block on each other SM, and these take tiles until none is
+    left. So a kernel on another stream starts at once. Kernels for any GPU, and gradients with a mask_mod over head dim
+    128, have many short thread blocks instead: a kernel on a stream of higher priority starts when some of them end. A
+    margin may change the number of splits, and so bits, where num_splits is 0 and split_size is not given. On the CPU
+    it has no effect.
+
     Precision. Scores are float32, so a weight is off by up to 1e-7 |score| of itself (0.01 at 10^5). On a GPU, scores
     past 10^8 may give NaN. |v| times seqlen_k must stay below 3.4e38; in bfloat16 on Hopper, |v| alone. On a GPU,
     float32 inputs are computed as three TF32 products. There a visible infinite element gives NaN, and elements past
@@ -227,6 +236,7 @@ def forward(
         max_seqlen_k=max_seqlen_k,
         num_splits=num_splits,
         split_size=split_size,
+        sm_margin=sm_margin,
         dropout_p=dropout_p,
     )
     # Type check inlined: this is the hot path.

@@ -66,6 +66,7 @@ def plan(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    sm_margin: int = 0,
     score_mod: Any = None,
     mask_mod: Any = None,
     block_mask: Any = None,
@@ -134,6 +135,8 @@ def plan(
         Upper bound of the thread blocks that share the keys of a query; 0 chooses. Not for op="backward".
     split_size : int, optional
         Switch for equal bits in every layout. Not for op="backward".
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others.
     score_mod : callable (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces the scaled and capped one. It refers to arrays, as in calls.
     mask_mod : callable (b, h, q_idx, k_idx), optional
@@ -209,6 +212,7 @@ def plan(
         max_seqlen_k=max_seqlen_k,
         num_splits=num_splits,
         split_size=split_size,
+        sm_margin=sm_margin,
         dropout_p=dropout_p,
     ).options
     varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)

@@ -136,7 +136,9 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
     key_range = problem.mask.key_range(0, problem.seqlen_q)
     tma_boxes = _tma_boxes(problem, problem.seqlen_q, TmaBox(tile.block_k, *key_range))
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_in_l2": together}
-    takes_counter = num_tiles > device.num_sms and not full
+    # With a margin also without a mask: a thread block that starts late, as another kernel holds its SM, would delay
+    # its whole share (5 times the SMs' share of the time).
+    takes_counter = num_tiles > device.num_sms and (not full or problem.options.sm_margin > 0)
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, takes_counter)
     launches, workspace = with_mask_tiles(problem, device, [launch])
     return make_plan(problem, device, launches, workspace, num_work=num_tiles)

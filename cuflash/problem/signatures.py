@@ -38,6 +38,7 @@ class ForwardOptions(SharedOptions[Any], total=False):
     """Keywords of `forward` except return_lse."""
 
     algorithm: Algorithm
+    sm_margin: int
     out: Any
     out_dtype: OutDtype | None
     check: bool
@@ -50,6 +51,7 @@ class BackwardOptions(SharedOptions[Any], total=False):
 
     dlse: Any
     deterministic: bool
+    sm_margin: int
     grads_out: Sequence[Any] | None
     check: bool
 
@@ -65,6 +67,7 @@ class AttentionOptions(SharedOptions[Array], total=False):
 class CheckedOptions(AttentionOptions[Array], total=False):
     """Keywords of the `attention` of PyTorch except return_lse."""
 
+    sm_margin: int
     check: bool
 
 
