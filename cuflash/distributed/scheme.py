@@ -10,6 +10,9 @@ import torch
 from .layout import Layout
 from .rectangles import Window
 
+# SMs that kernels leave to a transfer beside them: NCCL's thread blocks, one for each channel, share no SM with others.
+SM_MARGIN = 16
+
 
 class Call:
     """One call of distributed attention on this rank.
@@ -24,6 +27,11 @@ class Call:
         self.layout, self.rank, self.group, self.window = layout, rank, group, window
         self.options, self.mods = options, mods
         self.rows = [layout.num_rows(each) for each in range(layout.ranks)]
+
+    @property
+    def sm_margin(self) -> int:
+        """SMs that kernels leave to a transfer beside them; 0 on the CPU."""
+        return SM_MARGIN
 
     @property
     def has_bias_rows(self) -> bool:

@@ -144,7 +144,7 @@ def lse(
         op, inputs = VARLEN_OPS["lse"], (*inputs, *varlen_args)
     if not score_mod is mask_mod is block_mask is bias is sinks is None:
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks)
-        mod_call = resolve_mods("lse", mod_args, varlen_args, options.options)
+        mod_call = resolve_mods(op, mod_args, varlen_args, options.options)
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(None, q))
     if check is not False:
         check_on_device(op, inputs, options, check)

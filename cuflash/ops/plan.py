@@ -18,7 +18,7 @@ from ..problem.checks import check_output
 from ..problem.dtypes import check_dtype, named_dtype
 from ..problem.foreign import answers_foreign
 from ..problem.mod_arrays import check_mod_array
-from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs
+from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs, summing
 from ..problem.options import (
     Algorithm,
     DtypeLike,
@@ -56,6 +56,7 @@ def plan(
     algorithm: Algorithm = "flash2",
     out: Any = None,
     out_dtype: OutDtype | None = None,
+    accumulate: bool = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
@@ -115,6 +116,8 @@ def plan(
         Array to write the result to. Only for op="forward".
     out_dtype : "float32" or dtype object, optional
         Dtype of out. Only for op="forward".
+    accumulate : bool, default False
+        True plans a call that adds to float32 arrays. Not for op="lse".
     cu_seqlens_q : int32 array, or shape (batch + 1,), optional
         Offsets of packed queries.
     cu_seqlens_k : int32 array, or shape (batch + 1,), optional
@@ -196,6 +199,8 @@ def plan(
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
     if op == "lse" and not is_zero(dropout_p):
         raise ProblemError(f"op='lse' takes no dropout, but dropout_p={dropout_p}; leave it out")
+    if check_flag("accumulate", accumulate) and op == "lse":
+        raise ProblemError("op='lse' takes no accumulate; leave it out")
     if op != "backward" and captured_grads is not None:
         raise ProblemError(f"op={op!r} takes no captured_grads; leave it out")
     q_dtype = None if dtype is None else check_dtype("q", named_dtype(dtype))
@@ -223,12 +228,14 @@ def plan(
     pairs = {name: _spec(name, operand, dtypes.get(name, q_dtype)) for name, operand in operands.items()}
     specs = {name: spec for name, (spec, _) in pairs.items()}
     misaligned = [name for name, (_, is_aligned) in pairs.items() if not is_aligned]
-    whole = OPS[op] if varlen_kwargs.keys().isdisjoint(operands) else VARLEN_OPS[op]
+    is_dense = varlen_kwargs.keys().isdisjoint(operands)
+    whole = OPS[op] if is_dense else VARLEN_OPS[op]
+    whole = summing(whole, True) if accumulate else whole
     if unknown := operands.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
     if not (is_plain and is_zero(dropout_p)):
-        of_sequences = () if whole is OPS[op] else tuple(varlen_kwargs.values())
+        of_sequences = () if is_dense else tuple(varlen_kwargs.values())
         shaped = {
             name: Shaped(_shape(name, x), q_dtype)
             for name, x in (("bias", bias), ("sinks", sinks))
@@ -237,7 +244,7 @@ def plan(
         bias, sinks = shaped.get("bias", bias), shaped.get("sinks", sinks)
         captured_grads = _of_shapes(captured_grads, shaped)
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        call = resolve_mods(op, mod_args, of_sequences, options, captured_grads)
+        call = resolve_mods(whole, mod_args, of_sequences, options, captured_grads)
         is_array = dropout_seed is not None and seed_number(dropout_seed) is None
         seed = dropout_seed if is_array else Shaped((), "int64")
         if not call.needs_seed:

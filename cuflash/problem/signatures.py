@@ -41,18 +41,22 @@ class ForwardOptions(SharedOptions[Any], total=False):
     sm_margin: int
     out: Any
     out_dtype: OutDtype | None
+    lse: Any
+    accumulate: bool
     check: bool
     num_splits: int
     split_size: int | None
 
 
 class BackwardOptions(SharedOptions[Any], total=False):
-    """Keywords of `backward` except captured_grads."""
+    """Keywords of `backward` except captured_grads and return_delta."""
 
     dlse: Any
     deterministic: bool
     sm_margin: int
     grads_out: Sequence[Any] | None
+    accumulate: bool
+    delta: Any
     check: bool
 
 

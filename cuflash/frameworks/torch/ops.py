@@ -85,7 +85,7 @@ class Arguments(NamedTuple):
         causal = check_flag("causal", keywords["causal"])
         scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
         keywords["num_splits"] = keywords.get("num_splits") or None  # the schema's default stands for 0
-        sequences = (keywords.get(name) for name in _SEQUENCES)
+        sequences: Any = [keywords.get(name) for name in _SEQUENCES]
         arguments = cls(scale, causal, left, right, offset, softcap, deterministic, *sequences)
         return arguments._replace(sm_margin=keywords.get("sm_margin", 0))
 
