@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .layout import Layout
 from .rectangles import Window
@@ -30,8 +31,8 @@ class Call:
 
     @property
     def sm_margin(self) -> int:
-        """SMs that kernels leave to a transfer beside them; 0 on the CPU."""
-        return SM_MARGIN
+        """SMs that kernels leave to a transfer beside them; 0 where the transfer holds none."""
+        return SM_MARGIN if dist.get_backend(self.group) == dist.Backend.NCCL else 0
 
     @property
     def has_bias_rows(self) -> bool:

@@ -41,8 +41,9 @@ PARAMS = {
 # Kernels with another parameter struct for variable-length sequences, and for sums in float32 arrays of the call.
 PARAMS_OF_VARLEN = {"sm90/forward/forward.cu": "VarlenForwardParams", "sm90/forward/lse.cu": "VarlenForwardParams"}
 PARAMS_OF_SUMS = {
-    name: name.replace("Params", "StateParams" if "Forward" in name else "SumsParams")
-    for name in ("TiledForwardParams", "VarlenForwardParams", "TiledBackwardParams", "TiledDqDkvParams")
+    "TiledForwardParams": "TiledForwardStateParams",
+    "VarlenForwardParams": "VarlenForwardStateParams",
+    "TiledBackwardParams": "TiledBackwardSumsParams",
 }
 # Kernels that wait on the device for earlier kernels of the stream; portable/delta.cu runs before the last two.
 WAITING = {"sm90/decode/decode.cu", "sm90/decode/narrow.cu", "sm90/backward/backward.cu", "portable/tile_counts.cu"}

@@ -18,35 +18,20 @@ __device__ __forceinline__ int lane_column(int j) {
   return (j / 2 * kGroup * 2 + j % 2) * 8 + fresh_thread() % 4 * 2;
 }
 
-// Adds row h of a lane's fragments, times `scale`, to a row of `columns` columns. kPairs: they are even, and the row is
-// aligned.
-template <bool kPairs, int kGroup = 1, int kCount>
+// Adds row h of a lane's fragments, times `scale`, to a row of `columns` columns.
+template <int kGroup = 1, int kCount>
 __device__ __forceinline__ void add_row(float* row, const float (&x)[kCount], int h, float scale, int columns,
-                                        bool aligned = true) {
+                                        bool aligned) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
     const int column = lane_column<kGroup>(j);
     const float first = x[4 * j + 2 * h] * scale, second = x[4 * j + 2 * h + 1] * scale;
-    if (kPairs ? column < columns : aligned && column + 1 < columns) {
+    if (aligned && column + 1 < columns) {
       red_add_v2_f32(row + column, first, second);
-    } else if constexpr (!kPairs) {
+    } else {
       if (column < columns) red_add_f32(row + column, first);
       if (column + 1 < columns) red_add_f32(row + column + 1, second);
     }
-  }
-}
-
-// Adds a lane's two rows, `row` and `row` + 8, to rows of an operand from column `first` of `columns` on. Rows outside
-// `visible` are in no visible pair, and stay. rows_from(row) is a position as in `float_row`. For operands that TMA
-// could store: their rows are aligned.
-template <int kCount, class RowsFrom>
-__device__ __forceinline__ void add_rows(const Operand& sums, const float (&x)[kCount], float scale, int row,
-                                         Range visible, RowsFrom rows_from, int head, int columns, int first = 0) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int at = row + 8 * h;
-    if (at < visible.begin || at >= visible.end) continue;
-    add_row<true>(float_row(sums, rows_from(at), head) + first, x, h, scale, columns - first);
   }
 }
 
@@ -61,28 +46,35 @@ struct Blend {
     lse = fmaxf(row, state) + log1pf(expf(-fabsf(difference)));
   }
 
-  // Blends row h of a lane's fragments, times `scale`, into a row of out.
-  template <int kCount>
+  // Blends row h of a lane's fragments, times `scale`, into a row of out. kPairs: rows are aligned, of an even length.
+  template <bool kPairs, int kCount>
   __device__ __forceinline__ void out(float* row, const float (&o)[kCount], int h, float scale, int columns,
-                                      bool aligned) const {
+                                      bool aligned = true) const {
+    constexpr int kLoaded = 8;  // pairs in flight: one after the other took 30 us a tile of 128 x 128
+    const bool pairs = kPairs || (aligned && columns % 2 == 0);
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      const int column = lane_column<1>(j);
-      float* const to = row + column;
-      const bool has_second = column + 1 < columns;
-      if (column >= columns) continue;
-      float2 state = {0.0f, 0.0f};
-      if (!is_first) {
-        if (aligned && has_second) state = *reinterpret_cast<const float2*>(to);
-        else state = {to[0], has_second ? to[1] : 0.0f};
+    for (int first = 0; first < kCount / 4; first += kLoaded) {
+      float2 state[kLoaded];
+#pragma unroll
+      for (int n = 0; n < kLoaded; ++n) {
+        const int column = lane_column<1>(first + n);
+        state[n] = {0.0f, 0.0f};
+        if (first + n >= kCount / 4 || column >= columns || is_first) continue;
+        if (pairs) state[n] = __ldcg(reinterpret_cast<const float2*>(row + column));
+        else state[n] = {row[column], column + 1 < columns ? row[column + 1] : 0.0f};
       }
-      state.x += (o[4 * j + 2 * h] * scale - state.x) * weight;
-      state.y += (o[4 * j + 2 * h + 1] * scale - state.y) * weight;
-      if (aligned && has_second) {
-        *reinterpret_cast<float2*>(to) = state;
-      } else {
-        to[0] = state.x;
-        if (has_second) to[1] = state.y;
+#pragma unroll
+      for (int n = 0; n < kLoaded; ++n) {
+        const int j = const_min(first + n, kCount / 4 - 1), column = lane_column<1>(j);
+        if (first + n >= kCount / 4 || column >= columns) continue;
+        state[n].x += (o[4 * j + 2 * h] * scale - state[n].x) * weight;
+        state[n].y += (o[4 * j + 2 * h + 1] * scale - state[n].y) * weight;
+        if (pairs) {
+          *reinterpret_cast<float2*>(row + column) = state[n];
+        } else {
+          row[column] = state[n].x;
+          if (column + 1 < columns) row[column + 1] = state[n].y;
+        }
       }
     }
   }

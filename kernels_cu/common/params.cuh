@@ -270,7 +270,7 @@ struct TiledBackwardParams {
   const int *tile_counts, *key_steps, *key_order;               // of portable/tile_counts.cu; null unless block-sparse
 };
 
-// sm90/backward/backward.cu with kAccumulates, which adds rows of dk and dv from registers.
+// sm90/backward/backward.cu with kAccumulates, which adds dk, dv and transposed tiles of dq from registers.
 struct TiledBackwardSumsParams : TiledBackwardParams {
   Operand dq, dk, dv;
   long long unused_of_sums;
@@ -290,11 +290,6 @@ struct TiledDqDkvParams {
   int num_q_blocks, num_k_blocks;
   int heads_in_l2, stats_rows;  // heads_in_l2: query or kv heads whose blocks start longest first
   int first_semaphore;          // the first semaphore of this gradient
-};
-
-struct TiledDqDkvSumsParams : TiledDqDkvParams {  // as TiledBackwardSumsParams
-  Operand dq, dk, dv;
-  long long unused_of_sums;
 };
 
 // portable/block_mask.cu.

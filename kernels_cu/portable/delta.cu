@@ -212,8 +212,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) CUFLASH_KE
     }
     if constexpr (kReturnsDelta) {
       if (lane == 0 && sees) delta_array(p)[at] = lse == -infinity() ? 0.0f : delta - dlse;
-      if (lane == 0 && passed_over)
-        delta_array(p)[at - query + work.place.begin - sequence.queries().begin + row] = 0.0f;
+      // Rows that see no key of this call, as they may see keys of others.
+      const long long at_row = at - query + work.place.begin - sequence.queries().begin + row;
+      const bool counts = passed_over && p.lse[at_row] != -infinity();
+      float sum = 0.0f;
+      if (counts) {
+        const char* const dout_row = work.place.address(p.dout, kElementBytes, head, row);
+        const char* const out_row = work.place.address(p.out, kOutBytes, head, row);
+        sum = whole ? dot_row<true>(dout_row, out_row, lane, p) : dot_row<false>(dout_row, out_row, lane, p);
+      }
+#pragma unroll
+      for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      if (lane == 0 && passed_over) delta_array(p)[at_row] = counts && p.dlse != nullptr ? sum - p.dlse[at_row] : sum;
     }
     dout += p.dout.stride_head * kElementBytes, out += p.out.stride_head * kOutBytes;
     at += sequence.lse_offset(1) - sequence.lse_offset(0), stats += 2ll * p.stats_rows;

@@ -214,7 +214,7 @@ __device__ __forceinline__ void add_keys(const Operand& sums, const KeyWork& wor
     const int key = work.keys.begin + role.key + threadIdx.x % 32 / 4 + 8 * r, first = 16 * role.member;
     if (key >= work.keys.end || key < visible.begin || key >= visible.end) continue;
     char* const row = work.place_of_keys().address(sums, 4, work.head, key, first);
-    add_row<false, kGroup>(reinterpret_cast<float*>(row), x[r / 2], r % 2, scale, columns - first, sums.aligned);
+    add_row<kGroup>(reinterpret_cast<float*>(row), x[r / 2], r % 2, scale, columns - first, sums.aligned);
   }
 }
 

@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     const bool sees = i >= visible_rows.begin && i < visible_rows.end;
     if constexpr (kAccumulates) {
       float* const row = reinterpret_cast<float*>(out) + i * params.dq.stride_seqlen;
-      if (sees) add_row<false>(row, dq[r / 2], r % 2, problem.score.softmax_scale, problem.head_dim, params.dq.aligned);
+      if (sees) add_row(row, dq[r / 2], r % 2, problem.score.softmax_scale, problem.head_dim, params.dq.aligned);
       continue;
     }
     sees ? scale_row(dq[r / 2], r % 2, problem.score.softmax_scale) : zero_row(dq[r / 2], r % 2);

@@ -49,8 +49,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const QueryWork
       __syncwarp();  // the lanes of a row have read its lse
       if (!changes) continue;
       if (!sees) zero_row(o[r / 2], r % 2);
-      both.out(reinterpret_cast<float*>(out) + i * params.out.stride_seqlen, o[r / 2], r % 2, o_scale * dropout.scale(),
-               params.problem.head_dim_v, params.out.aligned);
+      both.out<false>(reinterpret_cast<float*>(out) + i * params.out.stride_seqlen, o[r / 2], r % 2,
+                      o_scale * dropout.scale(), params.problem.head_dim_v, params.out.aligned);
       if (threadIdx.x % 4 == 0) lse[i] = both.lse;
       continue;
     }

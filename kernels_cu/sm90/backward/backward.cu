@@ -303,15 +303,30 @@ struct Consumer : Role {
                         });
   }
 
-  // Adds dk and dv to the float32 rows of the call.
+  // Adds the warp's rows of dk or dv to the float32 rows of the call. From registers: staged as floats, they would make
+  // the main loop spill registers at head dim 128.
+  template <int kColumns>
+  __device__ __forceinline__ void add(const Operand& sums, int columns, const float (&x)[kColumns / 2],
+                                      float scale) const {
+    const auto of = sequence();
+    const int lane = fresh_thread() % 32, key = block * kBlockK + group * kGroupRows + warp * 16 + lane / 4;
+    const Range visible = of.visible_keys();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (key + 8 * h < visible.begin || key + 8 * h >= visible.end) continue;
+      float* const row = float_row(sums, of.keys_from(key + 8 * h), kv_head);
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        const int column = lane_column<1>(j);
+        if (column < columns) red_add_v2_f32(row + column, x[4 * j + 2 * h] * scale, x[4 * j + 2 * h + 1] * scale);
+      }
+    }
+  }
+
   template <class AnyParams>
   __device__ __forceinline__ void add_gradients(const AnyParams& p) const {
-    const auto of = sequence();
-    const int key = block * kBlockK + group * kGroupRows + warp * 16 + fresh_thread() % 32 / 4;
-    const Range visible = of.visible_keys();
-    const auto rows_from = [&](int key) { return of.keys_from(key); };
-    add_rows(p.dv, dv, Dropout(p, 0, 0).scale(), key, visible, rows_from, kv_head, p.problem.head_dim_v);
-    add_rows(p.dk, dk, p.problem.score.softmax_scale, key, visible, rows_from, kv_head, p.problem.head_dim);
+    add<kHeadDimV>(p.dv, p.problem.head_dim_v, dv, Dropout(p, 0, 0).scale());
+    add<kHeadDim>(p.dk, p.problem.head_dim, dk, p.problem.score.softmax_scale);
   }
 
   // Stores dk and dv before step n, through the shared memory of k and v, or through the warp's part of dq's.

@@ -22,10 +22,10 @@ __device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float
                                            unsigned panel_bytes) {
   if constexpr (kAsFloats) {
     const int lane = fresh_thread() % 32;
+    const unsigned first = target + Swizzle<8>::offset(lane / 4, lane % 4 / 2) + lane % 2 * 8;
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i += 2) {
-      const int h = i / 2 % 2, chunk = i / 4 % 4 * 2 + lane % 4 / 2;  // of 16 bytes
-      st_shared_v2(target + i / 16 * panel_bytes + Swizzle<8>::offset(lane / 4 + 8 * h, chunk) + lane % 2 * 8,
+      st_shared_v2(Swizzle<8>::advance(first + i / 16 * panel_bytes, 0, i / 4 % 4 * 2) + i / 2 % 2 * 1024,
                    __float_as_uint(x[i] * scale), __float_as_uint(x[i + 1] * scale));
     }
     return;
@@ -37,6 +37,27 @@ __device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float
     stmatrix_x4(Swizzle<8>::advance(target + column / 64 * panel_bytes, 0, column % 64 / 8),
                 pack2(y[0] * scale, y[1] * scale), pack2(y[2] * scale, y[3] * scale), pack2(y[4] * scale, y[5] * scale),
                 pack2(y[6] * scale, y[7] * scale));
+  }
+}
+
+// Adds the warp's 16 rows of a gradient to float32 rows in global memory, from `rows` on. They pass through kPanels
+// panels of shared memory, in as many passes as these take: 32 columns each.
+template <int kColumns, int kPanels, class Rows>
+__device__ __forceinline__ void add_rows(const TensorMap& map, const float (&x)[kColumns / 2], float scale,
+                                         unsigned staged, unsigned panel_bytes, const Rows& rows, int head,
+                                         bool is_leader) {
+  constexpr int kPass = kColumns % (32 * kPanels) == 0 ? 32 * kPanels : kColumns < 32 * kPanels ? kColumns : 32;
+#pragma unroll
+  for (int first = 0; first < kColumns; first += kPass) {
+    stage_rows<kPass, true>(reinterpret_cast<const float (&)[kPass / 2]>(x[first / 2]), scale, staged, panel_bytes);
+    fence_proxy_async();
+    __syncwarp();
+    if (is_leader) {
+      add_panels<kPass>(map, staged, panel_bytes, first, rows, head);
+      bulk_commit();
+      bulk_wait_read<0>();
+    }
+    __syncwarp();
   }
 }
 

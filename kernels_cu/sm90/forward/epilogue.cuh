@@ -70,7 +70,7 @@ struct ForwardConsumer : ForwardMainloop<ForwardConsumer> {
       if (!changes[h]) continue;
       const Blend both(state[h], lse[h]);
       float* const to = float_row(p.out, sequence.out_from(row + 8 * h), work.head);
-      both.out(to, o, h, o_scale[h], p.problem.head_dim_v, p.out.aligned);
+      both.template out<true>(to, o, h, o_scale[h], p.problem.head_dim_v);
       if (fresh_thread() % 4 == 0) states[8 * h] = both.lse;
     }
   }
