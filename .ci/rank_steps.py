@@ -1,7 +1,8 @@
 """Speed, host time and memory of one rank of a ring of 4, on one GPU: `rank_steps.py [--cpu]`, --cpu to try it out.
 
 The rank runs `cuflash.distributed.attention` in a group without peers: the keys that arrive are the ones that it sent.
-So all of its kernels count, and links do not. "local" sends nothing; "copied" copies within the GPU instead.
+So all of its kernels count, and links do not. "local" sends nothing; "copied" copies within the GPU instead. With an
+sm_margin of 0, kernels take the SMs that they leave to transfers otherwise.
 A share is the rank's FLOP/s over the FLOP/s of one causal call with the sequence of all ranks.
 """
 
@@ -21,10 +22,12 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cuflash.distributed import Layout, attention, plan
+from cuflash.distributed.scheme import Call
 from cuflash.frameworks.torch import attention as whole_attention
 from cuflash.testing.arrays import NumpyArrays, TorchArrays
 
 RANKS = 4
+OF_SCHEME: Any = Call.sm_margin
 SLEEP = 20_000_000  # cycles, about 10 ms, in which the host enqueues a call
 
 
@@ -67,9 +70,9 @@ class Transport:
 
 
 @contextmanager
-def as_rank(rank: int, copies: bool = False) -> Iterator[None]:
-    """Makes this process a rank of a group without peers."""
-    Transport.copies = copies
+def as_rank(rank: int, copies: bool = False, sm_margin: Any = None) -> Iterator[None]:
+    """Makes this process a rank of a group without peers. sm_margin: of all calls; None for the scheme's."""
+    Transport.copies, Call.sm_margin = copies, OF_SCHEME if sm_margin is None else sm_margin
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=RANKS)
     try:
         yield
@@ -153,17 +156,21 @@ def print_shares(size: Size) -> None:
     mine = Passes.prepared(size.rows, size, lambda *x: attention(*x, layout=layout, scheme="ring", causal=True))
     full_flops = 2 * size.rows**2 * size.heads_q * 2 * size.dim
     print(f"\n{size.rows} rows a rank, {size.heads_q} heads, head dim {size.dim}: shares of one causal call's rate")
-    print("rank transport   pass      rank ms  one call ms   share    bar   share of a full call of the rank's rows")
-    for rank, transport in [*((rank, "local") for rank in range(RANKS)), (RANKS - 1, "copied")]:
-        with as_rank(rank, copies=transport == "copied"):
+    print("rank transport sm_margin pass       rank ms  one call ms   share    bar   share of a full call of its rows")
+    runs: list[tuple[int, str, Any]] = [(rank, "local", 0) for rank in range(RANKS)]
+    for rank, transport, margin in [*runs, (RANKS - 1, "local", None), (RANKS - 1, "copied", 0)]:
+        with as_rank(rank, transport == "copied", margin):
             for name, bar in zip(("forward", "both"), size.bars, strict=True):
                 calls = {"rank": getattr(mine, name), "one": getattr(one, name), "full": getattr(full, name)}
                 times = medians(seconds, calls)
                 rate = ranks[rank].flops / times["rank"]
                 share, of_full = rate / (flops / times["one"]), rate / (full_flops / times["full"])
-                mark = "" if share >= bar or transport == "copied" else "  BELOW"
-                print(f"{rank:4} {transport:9} {name:8} {times['rank'] * 1e3:10.3f} {times['one'] * 1e3:12.3f} "
-                      f"{share:7.3f} {bar:6.2f} {of_full:7.3f}{mark}", flush=True)  # fmt: skip
+                mark = "" if share >= bar or transport == "copied" or margin is None else "  BELOW"
+                set_to = "scheme" if margin is None else str(margin)
+                line = (
+                    f"{rank:4} {transport:9} {set_to:9} {name:8} {times['rank'] * 1e3:9.3f} {times['one'] * 1e3:12.3f}"
+                )
+                print(f"{line} {share:7.3f} {bar:6.2f} {of_full:7.3f}{mark}", flush=True)
 
 
 def print_host_times(size: Size) -> None:
