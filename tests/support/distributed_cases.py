@@ -31,15 +31,18 @@ class Case(NamedTuple):
     dims: tuple[int, int]
     options: dict[str, Any]
     mods: frozenset[str]
+    dtype: torch.dtype = torch.float32
 
     @classmethod
-    def draw(cls, seed: int, ranks: int) -> Case:
-        """Draws a case; all ranks draw the same."""
+    def draw(cls, seed: int, ranks: int, device: str = "cpu") -> Case:
+        """Draws a case; all ranks draw the same. On "cuda" some sequences are long, and inputs have 16 bits."""
         rng = random.Random(seed)
+        on_gpu = device == "cuda"
         scheme = rng.choice(("ring", "ulysses", "gather", "auto"))
         heads_q = rng.choice((1, 2)) * ranks if scheme == "ulysses" else rng.choice((1, 4, 6, 2 * ranks))
         heads_kv = rng.choice([heads for heads in range(1, heads_q + 1) if heads_q % heads == 0])
-        seqlen: Any = rng.choice((0, 1, ranks, 2 * ranks + 1, 64, 127, 129, 300))
+        long = (1000, 1999) if on_gpu else ()
+        seqlen: Any = rng.choice((0, 1, ranks, 2 * ranks + 1, 64, 127, 129, 300, *long))
         is_packed = rng.random() < 0.5
         if is_packed:
             seqlen = [0, *sorted(rng.randrange(seqlen + 1) for _ in range(rng.randrange(6))), seqlen]
@@ -55,26 +58,32 @@ class Case(NamedTuple):
             mods |= {name for name in ("score_mod", "mask_mod") if rng.random() < 0.3}
         if scheme in ("gather", "auto") and len(layout.cu_seqlens) == 2:
             mods |= {"bias"} if rng.random() < 0.3 else set()
-        dims = rng.choice(((16, 16), (8, 24)))
+        dims = rng.choice(((64, 64), (128, 128)) if on_gpu else ((16, 16), (8, 24)))
         batch = 1 if is_packed else rng.choice((1, 2))
-        return cls(layout, scheme, batch, (heads_q, heads_kv), dims, options, frozenset(mods))
+        dtype = rng.choice((torch.bfloat16, torch.float16)) if on_gpu else torch.float32
+        if on_gpu and rng.random() < 0.5:
+            options |= {"split_size": 128, "deterministic": mods <= {"sinks"}}
+        return cls(layout, scheme, batch, (heads_q, heads_kv), dims, options, frozenset(mods), dtype)
 
-    def leaves(self, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    def leaves(self, seed: int, device: str = "cpu") -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """Draws q, k, v and what mods refer to, of the whole sequence; and the gradients of out and lse."""
         generator = torch.Generator().manual_seed(seed)
 
         def drawn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator)
+            return torch.randn(shape, generator=generator).to(device)
 
         (heads_q, heads_kv), (dim, dim_v), rows = self.heads, self.dims, self.layout.seqlen
         leaves = {
-            "q": drawn(self.batch, rows, heads_q, dim), "k": drawn(self.batch, rows, heads_kv, dim),
-            "v": drawn(self.batch, rows, heads_kv, dim_v), "sinks": drawn(heads_q), "slopes": drawn(heads_q) * 0.01,
-            "bias": drawn(1, heads_q, rows, rows),
+            "q": drawn(self.batch, rows, heads_q, dim).to(self.dtype),
+            "k": drawn(self.batch, rows, heads_kv, dim).to(self.dtype),
+            "v": drawn(self.batch, rows, heads_kv, dim_v).to(self.dtype),
+            "sinks": drawn(heads_q), "slopes": drawn(heads_q) * 0.01,
+            "bias": drawn(1, heads_q, rows, rows) if "bias" in self.mods else torch.empty(0),
         }  # fmt: skip
         used = {"q", "k", "v"} | self.mods | ({"slopes"} if "score_mod" in self.mods else set())
         leaves = {name: x.requires_grad_() for name, x in leaves.items() if name in used}
-        return leaves, drawn(self.batch, rows, heads_q, dim_v), drawn(self.batch, heads_q, rows)
+        dout = drawn(self.batch, rows, heads_q, dim_v).to(self.dtype)
+        return leaves, dout, drawn(self.batch, heads_q, rows)
 
     def mod_kwargs(self, leaves: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Returns the keywords of mods; indices of functions are those of the whole problem."""
@@ -87,42 +96,64 @@ class Case(NamedTuple):
         return mod_kwargs
 
 
-def _loss(out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor) -> torch.Tensor:
+def loss_of(out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor) -> torch.Tensor:
+    """Returns a number whose gradients by out and lse are dout and dlse, but 0 by an lse of -inf."""
     return (out * dout).sum() + (torch.where(lse.isfinite(), lse, 0.0) * dlse).sum()
 
 
-def failures(seed: int, rank: int, ranks: int) -> list[str]:
-    """Returns what differs between the ranks' results of a case and those of one process."""
-    case = Case.draw(seed, ranks)
-    layout, (leaves, dout, dlse) = case.layout, case.leaves(seed)
-    q, k, v = (leaves[name] for name in "qkv")
-    options = case.options | case.mod_kwargs(leaves)
-    if len(layout.cu_seqlens) > 2:
-        bounds = torch.tensor(layout.cu_seqlens, dtype=torch.int32)
-        out, lse = whole_attention(
-            q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, return_lse=True, **options
-        )
-        out, lse = out[None], lse[None]
-    else:
-        out, lse = whole_attention(q, k, v, return_lse=True, **options)
-    expected = dict(zip(leaves, torch.autograd.grad(_loss(out, lse, dout, dlse), [*leaves.values()]), strict=True))
-    mine = {name: x.detach() for name, x in leaves.items()}
-    mine |= {name: layout.shard(mine[name], 1, rank) for name in "qkv"}
-    mine |= {"bias": layout.shard(mine["bias"], 2, rank)} if "bias" in mine else {}
-    mine = {name: x.clone().requires_grad_() for name, x in mine.items()}
-    some = attention(mine["q"], mine["k"], mine["v"], layout=layout, scheme=case.scheme, return_lse=True,
-                     **case.options, **case.mod_kwargs(mine))  # fmt: skip
-    loss = _loss(*some, layout.shard(dout, 1, rank), layout.shard(dlse, 2, rank))
+class Whole(NamedTuple):
+    """The inputs of a case, and the results of one process: out, lse, and the gradients "dq", "dk", …"""
+
+    leaves: dict[str, torch.Tensor]
+    dout: torch.Tensor
+    dlse: torch.Tensor
+    results: dict[str, torch.Tensor]
+
+    @classmethod
+    def computed(cls, case: Case, seed: int, device: str = "cpu") -> Whole:
+        """Draws the inputs, and computes."""
+        leaves, dout, dlse = case.leaves(seed, device)
+        q, k, v = (leaves[name] for name in "qkv")
+        options = case.options | case.mod_kwargs(leaves)
+        if len(case.layout.cu_seqlens) > 2:
+            bounds = torch.tensor(case.layout.cu_seqlens, dtype=torch.int32, device=device)
+            out, lse = whole_attention(
+                q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, return_lse=True, **options
+            )
+            out, lse = out[None], lse[None]
+        else:
+            out, lse = whole_attention(q, k, v, return_lse=True, **options)
+        grads = torch.autograd.grad(loss_of(out, lse, dout, dlse), [*leaves.values()])
+        names = ["d" + name for name in leaves]
+        return cls(leaves, dout, dlse, {"out": out, "lse": lse, **dict(zip(names, grads, strict=True))})
+
+
+def shard(layout: Layout, rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Returns a rank's part of an input or a result of this name."""
+    axis = {"q": 1, "k": 1, "v": 1, "out": 1, "bias": 2, "lse": 2}.get(name.removeprefix("d"))
+    return x if axis is None else layout.shard(x, axis, rank)
+
+
+def results_of(case: Case, whole: Whole, rank: int) -> dict[str, torch.Tensor]:
+    """Returns the results of this rank, by the names of `Whole`; gradients of sinks and slopes are added up."""
+    layout = case.layout
+    mine = {name: shard(layout, rank, name, x.detach()).clone() for name, x in whole.leaves.items()}
+    mine = {name: x.requires_grad_() for name, x in mine.items()}
+    out, lse = attention(mine["q"], mine["k"], mine["v"], layout=layout, scheme=case.scheme, return_lse=True,
+                         **case.options, **case.mod_kwargs(mine))  # fmt: skip
+    loss = loss_of(out, lse, shard(layout, rank, "out", whole.dout), shard(layout, rank, "lse", whole.dlse))
     grads = dict(zip(mine, torch.autograd.grad(loss, [*mine.values()]), strict=True))
     for name in ("sinks", "slopes"):
         if name in grads:
             dist.all_reduce(grads[name])
-    pairs = {"out": (unshard(some[0], layout), out), "lse": (some[1], layout.shard(lse, 2, rank))}
-    for name, grad in grads.items():
-        axis = {"q": 1, "k": 1, "v": 1, "bias": 2}.get(name)
-        pairs["d" + name] = grad, expected[name] if axis is None else layout.shard(expected[name], axis, rank)
-    wrong = []
-    for name, (result, correct) in pairs.items():
+    return {"out": out, "lse": lse, **{"d" + name: grad for name, grad in grads.items()}}
+
+
+def failures(case: Case, seed: int, rank: int) -> list[str]:
+    """Returns what differs between the ranks' results of a case and those of one process."""
+    whole, wrong = Whole.computed(case, seed), []
+    for name, result in results_of(case, whole, rank).items():
+        correct = shard(case.layout, rank, name, whole.results[name])
         scale = max([1.0, *correct.detach().nan_to_num(posinf=0.0, neginf=0.0).abs().flatten().tolist()])
         if not torch.allclose(result, correct, rtol=0.0, atol=MOST_ERROR * scale):
             wrong.append(f"{name} differs by {float((result - correct).abs().max()):.3g}")
@@ -133,10 +164,11 @@ def drawn(rank: int, ranks: int, first: str, count: str) -> list[str]:
     """Runs `count` cases; returns the failures."""
     wrong = []
     for seed in range(int(first), int(first) + int(count)):
+        case = Case.draw(seed, ranks)
         try:
-            wrong += [f"seed {seed}: {text} in {Case.draw(seed, ranks)}" for text in failures(seed, rank, ranks)]
+            wrong += [f"seed {seed}: {text} in {case}" for text in failures(case, seed, rank)]
         except Exception as error:
-            raise RuntimeError(f"seed {seed}: {Case.draw(seed, ranks)}") from error
+            raise RuntimeError(f"seed {seed}: {case}") from error
     print(f"ran {count}", flush=True)
     return wrong
 

@@ -1,0 +1,70 @@
+"""Attention over virtual ranks, threads of one process, beside one call: drawn cases, and equal bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from distributed_cases import Case
+from virtual_ranks import drawn, failures, run_ranks
+
+from cuflash.distributed import Layout
+
+COUNTS = {"cpu": 6, "cuda": 20}  # cases of each number of ranks, unless --drawn gives a number
+MASKS: tuple[dict[str, Any], ...] = (
+    {}, {"causal": True}, {"window_size": (150, 0)}, {"window_size": (40, 70), "softcap": 5.0}
+)  # fmt: skip
+
+
+def case_of(scheme: str, device: str, layout: Layout, dim: int, **options: Any) -> Case:
+    """Returns a deterministic case with 8 query heads and 4 kv heads."""
+    dtype = torch.float32 if device == "cpu" else {64: torch.float16, 128: torch.bfloat16}[dim]
+    return Case(layout, scheme, 1, (8, 4), (dim, dim), options | {"deterministic": True}, frozenset(), dtype)
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_drawn_cases_are_those_of_one_call(ranks: int, device: str, request: pytest.FixtureRequest) -> None:
+    count = request.config.getoption("drawn") or COUNTS[device]
+    assert not drawn(ranks, 0, count, device)
+
+
+@pytest.mark.parametrize("cut", [{"split_size": 256}, {"num_splits": 1}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_ulysses_has_the_bits_of_one_call(dim: int, cut: dict[str, int], device: str) -> None:
+    rows = 100 if device == "cpu" else 1000
+    for mask in MASKS:
+        for seqlen in (rows, [0, rows // 3, rows // 3 + 1, rows]):
+            assert not failures(case_of("ulysses", device, Layout(seqlen, 4), dim, **mask, **cut), 0, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [{"split_size": 256}, {"num_splits": 1}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "balanced"])
+def test_gpu_gather_has_the_bits_of_one_call(kind: Any, dim: int, cut: dict[str, int]) -> None:
+    for mask in MASKS:
+        for seqlen in (1000, [0, 333, 334, 1000]):
+            layout = Layout(seqlen, 4, kind, chunk=90)
+            assert not failures(case_of("gather", "cuda", layout, dim, **mask, **cut), 0, "cuda")
+
+
+def test_a_ring_repeats_its_bits(device: str) -> None:
+    for seqlen in (200, [0, 70, 200]):
+        for mask in MASKS:
+            assert not failures(case_of("ring", device, Layout(seqlen, 4), 64, **mask), 0, device)
+
+
+def test_an_error_of_a_rank_ends_the_others() -> None:
+    def fails(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("rank 1 fails")
+        torch.distributed.barrier()
+
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        run_ranks(3, fails)
+    assert run_ranks(3, lambda rank: torch.distributed.get_rank() - rank) == [0, 0, 0]
+    assert not torch.distributed.is_initialized()
