@@ -22,12 +22,11 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cuflash.distributed import Layout, attention, plan
-from cuflash.distributed.scheme import Call
+from cuflash.distributed.scheme import SM_MARGIN, Call
 from cuflash.frameworks.torch import attention as whole_attention
 from cuflash.testing.arrays import NumpyArrays, TorchArrays
 
 RANKS = 4
-OF_SCHEME: Any = Call.sm_margin
 SLEEP = 20_000_000  # cycles, about 10 ms, in which the host enqueues a call
 
 
@@ -70,9 +69,9 @@ class Transport:
 
 
 @contextmanager
-def as_rank(rank: int, copies: bool = False, sm_margin: Any = None) -> Iterator[None]:
-    """Makes this process a rank of a group without peers. sm_margin: of all calls; None for the scheme's."""
-    Transport.copies, Call.sm_margin = copies, OF_SCHEME if sm_margin is None else sm_margin
+def as_rank(rank: int, copies: bool = False, sm_margin: Any = 0) -> Iterator[None]:
+    """Makes this process a rank of a group without peers. sm_margin: of calls beside a transfer."""
+    Transport.copies, Call.sm_margin = copies, sm_margin
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=RANKS)
     try:
         yield
@@ -158,17 +157,16 @@ def print_shares(size: Size) -> None:
     print(f"\n{size.rows} rows a rank, {size.heads_q} heads, head dim {size.dim}: shares of one causal call's rate")
     print("rank transport sm_margin pass       rank ms  one call ms   share    bar   share of a full call of its rows")
     runs: list[tuple[int, str, Any]] = [(rank, "local", 0) for rank in range(RANKS)]
-    for rank, transport, margin in [*runs, (RANKS - 1, "local", None), (RANKS - 1, "copied", 0)]:
+    for rank, transport, margin in [*runs, (RANKS - 1, "local", SM_MARGIN), (RANKS - 1, "copied", 0)]:
         with as_rank(rank, transport == "copied", margin):
             for name, bar in zip(("forward", "both"), size.bars, strict=True):
                 calls = {"rank": getattr(mine, name), "one": getattr(one, name), "full": getattr(full, name)}
                 times = medians(seconds, calls)
                 rate = ranks[rank].flops / times["rank"]
                 share, of_full = rate / (flops / times["one"]), rate / (full_flops / times["full"])
-                mark = "" if share >= bar or transport == "copied" or margin is None else "  BELOW"
-                set_to = "scheme" if margin is None else str(margin)
+                mark = "" if share >= bar or transport == "copied" or margin > 0 else "  BELOW"
                 line = (
-                    f"{rank:4} {transport:9} {set_to:9} {name:8} {times['rank'] * 1e3:9.3f} {times['one'] * 1e3:12.3f}"
+                    f"{rank:4} {transport:9} {margin:9} {name:8} {times['rank'] * 1e3:9.3f} {times['one'] * 1e3:12.3f}"
                 )
                 print(f"{line} {share:7.3f} {bar:6.2f} {of_full:7.3f}{mark}", flush=True)
 
