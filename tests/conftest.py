@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,7 @@ settings.register_profile("cuflash", derandomize=True, max_examples=60, **UNTIME
 settings.load_profile("cuflash")
 
 LEFT_OUT = pytest.StashKey[str]()  # the summary line of a run without a GPU
+COLLECTED = pytest.StashKey[set[Path]]()  # test files with tests, or skipped with a reason
 
 
 def no_gpu_reason() -> str | None:
@@ -72,6 +73,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         is_requested = "exhaustive" in chosen and "not exhaustive" not in chosen
         variants = marker.args[0]() if is_requested else [pytest.param(None, marks=left_out)]
         metafunc.parametrize("variant", sampled(variants, metafunc.config.getoption("sample")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, Any]:
+    """Notes each test file that has tests or is skipped."""
+    report = yield
+    if isinstance(collector, pytest.Module) and (report.skipped or report.result):
+        collector.config.stash.setdefault(COLLECTED, set()).add(collector.path)
+    return report
+
+
+@pytest.fixture(scope="session")
+def collected_files(pytestconfig: pytest.Config) -> set[Path]:
+    """Returns the test files that this run collected, among them those whose framework is missing."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.hookimpl(trylast=True)  # last, to order the tests that -k and -m chose

@@ -23,6 +23,7 @@ from cuflash.testing import oracle
 FOLDER = ROOT / "examples"
 # The one runs no code of cuflash, and the other is no example.
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "how_it_works.py", FOLDER / "packages.py"})
+DRAWING = ("lineage", "long_context")  # they draw with --picture
 MOD_EXAMPLES = ("alibi", "documents", "every_library", "pair_bias", "sinks")  # they call with score_mod and the like
 if not EXAMPLES:
     pytest.skip("needs a checkout", allow_module_level=True)
@@ -50,9 +51,13 @@ def need(path: Path, *of_jax: str) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_without_a_gpu(path: Path) -> None:
+def test_an_example_runs_without_a_gpu(path: Path, tmp_path: Path) -> None:
     need(path)
-    assert "on the CPU" in run_python(str(path), CUDA_VISIBLE_DEVICES="")
+    picture = tmp_path / "drawn.png"
+    draws = path.stem in DRAWING and importlib.util.find_spec("matplotlib") is not None
+    options = ("--picture", str(picture)) if draws else ()
+    assert "on the CPU" in run_python(str(path), *options, CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")
+    assert not draws or picture.read_bytes().startswith(b"\x89PNG")
 
 
 NEEDING = [path for path in sorted(FOLDER.glob("*.py")) if imports(path)]
@@ -100,7 +105,7 @@ def test_training_in_pytorch_prints_its_progress(capsys: pytest.CaptureFixture[s
         assert capsys.readouterr().out.splitlines() == [f"ours: {step} of {steps} steps" for step in expected]
 
 
-@pytest.mark.parametrize("name", ["lineage", "long_context"])
+@pytest.mark.parametrize("name", DRAWING)
 def test_a_picture_without_matplotlib_is_refused_before_the_work(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,13 +216,3 @@ def test_flash_attention_that_does_not_go_on_is_a_failure(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(main.__globals__, "measured", changed)
     assert main() == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("lineage", ["--picture"]), ("long_context", ["--picture"]), ("how_it_works", [])]
-)
-def test_pictures_are_drawn(name: str, options: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "drawn.png"
-    run_python(str(FOLDER / f"{name}.py"), *options, str(picture), CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")
-    assert picture.read_bytes().startswith(b"\x89PNG")

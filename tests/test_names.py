@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,6 +152,7 @@ FILES = {
 }
 
 
+@cache
 def identifiers(name: str, text: str) -> str:
     """Returns the code of a file without comments, and in Python without strings."""
     if name.endswith(CUDA):

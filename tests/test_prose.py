@@ -97,8 +97,7 @@ def blocks(text: str, mark: str, marks: dict[int, int]) -> Iterator[tuple[int, s
 
 def names_of_tests(text: str) -> list[str]:
     """Returns the names of tests in a Python source."""
-    nodes = ast.walk(ast.parse(text))
-    return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)
 
 
 def old_words(text: str) -> list[str]:

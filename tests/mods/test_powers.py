@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import texts
 from exact_mods import GRID, PLACES, ROWS
-from texts import KERNELS, Case, case_of, compiled, computed
+from texts import KERNELS, Case, case_of, check_equal, check_values, compiled, computed
 
 from cuflash import mods
 from cuflash.mods.analysis.bounds import assume_causal
 from cuflash.mods.tracing.trace import trace
 from cuflash.reference.evaluate import evaluate
 
+needs_kernels = pytest.mark.skipif(not KERNELS.is_dir(), reason="needs a checkout")
 BASES = np.array([3.0, 10.0, 0.5, 1.5, -2.0, 7.0, 1.0, 4.0], np.float32)
 # Powers and logarithms that decide.
 POWERS: dict[str, Any] = {
@@ -41,8 +42,8 @@ POWERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", POWERS)
-def test_powers_that_decide_are_exact(name: str, tmp_path: Path) -> None:
+def power(name: str) -> tuple[Case, Any]:
+    """Returns the case of a power, and its values for `GRID`."""
     with np.errstate(all="ignore"):
         expected = np.broadcast_to(POWERS[name](np.float32(0), 0, 0, PLACES[:, None], PLACES), (ROWS, ROWS))
     assert expected.any()
@@ -50,17 +51,24 @@ def test_powers_that_decide_are_exact(name: str, tmp_path: Path) -> None:
     def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return np.where(POWERS[name](score, b, h, i, j), 1.0, 0.0)
 
-    case = case_of(score_mod, "score_mod")
+    return case_of(score_mod, "score_mod"), expected
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_powers_that_decide_are_exact(name: str) -> None:
+    case, expected = power(name)
     (values,) = evaluate(case.roots, GRID, case.arrays)
-    np.testing.assert_array_equal(np.broadcast_to(values, ROWS * ROWS).reshape(ROWS, ROWS), expected)
+    check_equal(np.broadcast_to(values, ROWS * ROWS), expected)
     # Powers of CUDA in float32 may be off by several units.
     assert "powf(" not in case.text()
-    if KERNELS.is_dir():
-        ((values,),) = computed([case], GRID, tmp_path)
-        np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)
 
 
-@pytest.mark.skipif(not KERNELS.is_dir(), reason="needs a checkout")
+@needs_kernels
+def test_texts_of_powers_that_decide_are_exact(tmp_path: Path) -> None:
+    check_values({name: power(name) for name in POWERS}, GRID, tmp_path)
+
+
+@needs_kernels
 def test_logarithms_that_decide_do_not_depend_on_log10f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # CUDA's log10f may be off by two units in the last place.
     off = "#define log10f(x) nextafterf(nextafterf((log10f)(x), 99.0f), 99.0f)\n"
@@ -108,31 +116,39 @@ ZEROS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ZEROS)
-def test_zeros_of_integers_have_no_sign(name: str, tmp_path: Path) -> None:
+def quotient(name: str) -> tuple[Case, Any]:
+    """Returns the case of a quotient by zeros, and its values for `GRID`."""
     with np.errstate(all="ignore"):
         expected = ZEROS[name](np.float32(0), 0, 0, PLACES[:, None], PLACES).astype(np.float32)
     assert np.isinf(expected).any()
-    case = case_of(ZEROS[name], "score_mod")
+    return case_of(ZEROS[name], "score_mod"), expected
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_of_integers_have_no_sign(name: str) -> None:
+    case, expected = quotient(name)
     (values,) = evaluate(case.roots, GRID, case.arrays)
-    np.testing.assert_allclose(np.reshape(values, (ROWS, ROWS)), expected, rtol=1e-6)
-    if KERNELS.is_dir():
-        ((values,),) = computed([case], GRID, tmp_path)
-        np.testing.assert_allclose(values.reshape(ROWS, ROWS), expected, rtol=1e-6)
+    check_equal(values, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("divisor", [3.0, -3.0])
-def test_quotients_that_decide_keep_the_sign_of_zero(divisor: float, tmp_path: Path) -> None:
+@needs_kernels
+def test_zeros_of_integers_have_no_sign_in_texts(tmp_path: Path) -> None:
+    check_values({name: quotient(name) for name in ZEROS}, GRID, tmp_path, rtol=1e-6)
+
+
+def test_quotients_that_decide_keep_the_sign_of_zero(tmp_path: Path) -> None:
     signed = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, np.inf, -np.inf], np.float32)
-    case = case_of(lambda b, h, i, j: 1.0 / (signed[j] / divisor) < i - 1, "mask_mod")
-    with np.errstate(all="ignore"):
-        expected = 1.0 / (signed / np.float32(divisor)) < PLACES[:, None] - 1
-    (values,) = evaluate(case.roots, GRID, case.arrays)
-    np.testing.assert_array_equal(np.reshape(values, (ROWS, ROWS)), expected)
-    if KERNELS.is_dir():
+    cases = {}
+    for divisor in (3.0, -3.0):
+        case = case_of(lambda b, h, i, j, divisor=divisor: 1.0 / (signed[j] / divisor) < i - 1, "mask_mod")
+        with np.errstate(all="ignore"):
+            expected = 1.0 / (signed / np.float32(divisor)) < PLACES[:, None] - 1
+        (values,) = evaluate(case.roots, GRID, case.arrays)
+        check_equal(values, expected, str(divisor))
         assert "divided(" in case.text()
-        ((values,),) = computed([case], GRID, tmp_path)
-        np.testing.assert_array_equal(values.reshape(ROWS, ROWS), expected)
+        cases[str(divisor)] = case, expected
+    if KERNELS.is_dir():
+        check_values(cases, GRID, tmp_path)
 
 
 SIGNED = np.array([0.0, -0.0, 1.0, -1.0, 6.5, -6.5, 7.0, -7.0, 1e30, -1e30, np.inf, -np.inf, np.nan])
@@ -149,34 +165,48 @@ SIGNS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", SIGNS)
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_zeros_of_functions_have_the_sign_of_numpy(name: str, kind: Any, tmp_path: Path) -> None:
+OF_SIGNED = dict.fromkeys(GRID, np.zeros(SIGNED.size**2, int)) | {
+    "q_idx": np.repeat(np.arange(SIGNED.size), SIGNED.size),
+    "k_idx": np.tile(np.arange(SIGNED.size), SIGNED.size),
+}
+
+
+def sign(name: str, kind: Any) -> tuple[Case, Any]:
+    """Returns the case of a function's sign, and its values for `OF_SIGNED`."""
     table, count = SIGNED.astype(kind), SIGNED.size
-    indices = np.arange(count)
     case = case_of(lambda b, h, i, j: 1.0 / SIGNS[name](table[i], table[j]) > 0.0, "mask_mod")
     with np.errstate(all="ignore"):
         expected = np.broadcast_to(1.0 / SIGNS[name](table[:, None], table) > 0.0, (count, count))
-    inputs = dict.fromkeys(GRID, np.zeros(count * count, int))
-    inputs |= {"q_idx": np.repeat(indices, count), "k_idx": np.tile(indices, count)}
-    (values,) = evaluate(case.roots, inputs, case.arrays)
-    np.testing.assert_array_equal(np.reshape(values, (count, count)), expected)
-    if KERNELS.is_dir():
-        ((values,),) = computed([case], inputs, tmp_path)
-        np.testing.assert_array_equal(values.reshape(count, count), expected)
+    return case, expected
 
 
-@pytest.mark.parametrize("divisor", [-7.0, 7.0])
-def test_quotients_of_negated_indices_have_the_sign_of_numpy(divisor: float, tmp_path: Path) -> None:
-    case = case_of(lambda b, h, i, j: 1.0 / ((-1.0 * i) // divisor) > 0, "mask_mod")
-    with np.errstate(all="ignore"):
-        expected = np.repeat(1.0 / ((-1.0 * PLACES) // divisor) > 0, ROWS)
-    assert expected.any() is np.True_ if divisor < 0 else not expected.any()
-    (values,) = evaluate(case.roots, GRID, case.arrays)
-    np.testing.assert_array_equal(np.broadcast_to(values, ROWS * ROWS), expected)
+@pytest.mark.parametrize("name", SIGNS)
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_zeros_of_functions_have_the_sign_of_numpy(name: str, kind: Any) -> None:
+    case, expected = sign(name, kind)
+    (values,) = evaluate(case.roots, OF_SIGNED, case.arrays)
+    check_equal(values, expected)
+
+
+@needs_kernels
+def test_zeros_of_functions_have_the_sign_of_numpy_in_texts(tmp_path: Path) -> None:
+    kinds = np.float32, np.float64
+    cases = {f"{name}, {kind.__name__}": sign(name, kind) for name in SIGNS for kind in kinds}
+    check_values(cases, OF_SIGNED, tmp_path)
+
+
+def test_quotients_of_negated_indices_have_the_sign_of_numpy(tmp_path: Path) -> None:
+    cases = {}
+    for divisor in (-7.0, 7.0):
+        case = case_of(lambda b, h, i, j, divisor=divisor: 1.0 / ((-1.0 * i) // divisor) > 0, "mask_mod")
+        with np.errstate(all="ignore"):
+            expected = np.repeat(1.0 / ((-1.0 * PLACES) // divisor) > 0, ROWS)
+        assert expected.any() is np.True_ if divisor < 0 else not expected.any()
+        (values,) = evaluate(case.roots, GRID, case.arrays)
+        check_equal(np.broadcast_to(values, ROWS * ROWS), expected, str(divisor))
+        cases[str(divisor)] = case, expected
     if KERNELS.is_dir():
-        ((values,),) = computed([case], GRID, tmp_path)
-        np.testing.assert_array_equal(values, expected)
+        check_values(cases, GRID, tmp_path)
 
 
 def test_a_distance_to_earlier_keys_has_no_sign(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from exact_mods import PLACES, ROWS, SECONDS, TIMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import INPUTS, KERNELS, Case, case_of, compiled, computed
+from texts import INPUTS, KERNELS, Case, case_of, check_equal, check_values, compiled
 
 import cuflash
 from cuflash.mods.graph.derivative import differentiate
@@ -122,9 +123,8 @@ CASTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", SHORT_FLOATS)
-@pytest.mark.parametrize("name", CASTS)
-def test_casts_to_16_bits_round(name: str, dtype: str, tmp_path: Path) -> None:
+def casts(name: str, dtype: str) -> tuple[list[Case], Any]:
+    """Returns casts to a float of 16 bits, and their values for `OF_LONG`."""
     kind = SHORT_FLOATS[dtype]
     with np.errstate(all="ignore"):
         expected = LONG.astype(kind).astype(np.float32)
@@ -138,21 +138,32 @@ def test_casts_to_16_bits_round(name: str, dtype: str, tmp_path: Path) -> None:
     def of_score(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return CASTS[name](score, kind)
 
-    inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(LONG.size), "score": LONG}
     functions = [of_element, of_score, of_array][: 3 if name in ("a method", "a name") else 2]
     graphs = [trace(function, "score_mod") for function in functions]
-    cases = [Case([graph.root], [each.array for each in graph.arrays]) for graph in graphs]
+    return [Case([graph.root], [each.array for each in graph.arrays]) for graph in graphs], expected
+
+
+OF_LONG = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(LONG.size), "score": LONG}
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_to_16_bits_round(name: str, dtype: str) -> None:
+    cases, expected = casts(name, dtype)
     for case in cases:
-        (values,) = evaluate(case.roots, inputs, case.arrays)
+        (values,) = evaluate(case.roots, OF_LONG, case.arrays)
         assert np.asarray(values).dtype == np.float32
         np.testing.assert_array_equal(values, expected)
-    if not KERNELS.is_dir():
-        return
-    for (values,) in computed(cases, inputs, tmp_path):
-        np.testing.assert_array_equal(values, expected)
-        is_number = ~np.isnan(expected)
-        np.testing.assert_array_equal(np.signbit(values)[is_number], np.signbit(expected)[is_number])
-    compiled(cases, "sm_80")
+
+
+@pytest.mark.skipif(not KERNELS.is_dir(), reason="needs a checkout")
+def test_the_texts_of_casts_round_and_compile(tmp_path: Path) -> None:
+    cases: dict[str, tuple[Case, Any]] = {}
+    for name, dtype in product(CASTS, SHORT_FLOATS):
+        each, expected = casts(name, dtype)
+        cases |= {f"{name}, {dtype}, {number}": (case, expected) for number, case in enumerate(each)}
+    check_values(cases, OF_LONG, tmp_path, signs=True)
+    compiled([case for case, _ in cases.values()], "sm_80")
 
 
 TENTH = np.arange(32) * 0.1
@@ -181,10 +192,12 @@ COMPARED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", SHORT_FLOATS)
-@pytest.mark.parametrize("source", ["captured", "computed", "whole"])
-@pytest.mark.parametrize("name", COMPARED)
-def test_numbers_beside_16_bits_are_rounded_as_in_numpy(name: str, source: str, dtype: str, tmp_path: Path) -> None:
+SOURCES = ("captured", "computed", "whole")
+OF_SHORT = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(TENTH.size), "score": np.zeros(TENTH.size)}
+
+
+def comparison(name: str, source: str, dtype: str) -> tuple[Case, Any]:
+    """Returns a comparison of floats of 16 bits, and its values for `OF_SHORT`."""
     kind, compare = SHORT_FLOATS[dtype], COMPARED[name]
     short = TENTH.astype(kind)
     functions: dict[str, Any] = {
@@ -195,13 +208,22 @@ def test_numbers_beside_16_bits_are_rounded_as_in_numpy(name: str, source: str, 
     with np.errstate(all="ignore"):
         expected = compare(short, kind, float if dtype == "float16" else kind)
     graph = trace(functions[source], "mask_mod")
-    inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(short.size), "score": np.zeros(short.size)}
-    case = Case([graph.root], [each.array for each in graph.arrays], is_exact=True)
-    results = [evaluate(case.roots, inputs, case.arrays)]
-    if KERNELS.is_dir() and (source != "captured" or dtype != "bfloat16"):
-        results += computed([case], inputs, tmp_path)
-    for (values,) in results:
-        np.testing.assert_array_equal(values, expected)
+    return Case([graph.root], [each.array for each in graph.arrays], is_exact=True), expected
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", COMPARED)
+def test_numbers_beside_16_bits_are_rounded_as_in_numpy(name: str, source: str, dtype: str) -> None:
+    case, expected = comparison(name, source, dtype)
+    (values,) = evaluate(case.roots, OF_SHORT, case.arrays)
+    np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.skipif(not KERNELS.is_dir(), reason="needs a checkout")
+def test_texts_round_numbers_beside_16_bits_as_numpy_does(tmp_path: Path) -> None:
+    names = [each for each in product(COMPARED, SOURCES, SHORT_FLOATS) if each[1:] != ("captured", "bfloat16")]
+    check_values({", ".join(each): comparison(*each) for each in names}, OF_SHORT, tmp_path)
 
 
 def test_captured_floats_of_16_bits_are_not_rounded_again() -> None:
@@ -237,22 +259,21 @@ NEAR_TIES = np.array(
 )
 
 
-@pytest.mark.parametrize("dtype", SHORT_FLOATS)
-def test_float64_becomes_16_bits_by_one_rounding(dtype: str, tmp_path: Path) -> None:
+def test_float64_becomes_16_bits_by_one_rounding(tmp_path: Path) -> None:
     with np.errstate(all="ignore"):
         table = np.concatenate([NEAR_TIES, LONG.astype(np.float64) * (1 + 2.0**-45), LONG.astype(np.float64)])
         # NumPy rounds once; ml_dtypes would round to float32 first.
-        expected = table.astype(np.float16).astype(np.float64) if dtype == "float16" else nearest_bfloat16(table)
-    case = case_of(lambda s, b, h, i, j: table[j].astype(SHORT_FLOATS[dtype]), "score_mod")
+        expected = {"float16": table.astype(np.float16), "bfloat16": nearest_bfloat16(table)}
     inputs = dict.fromkeys(INPUTS, 0) | {"k_idx": np.arange(table.size), "score": np.zeros(table.size)}
-    results = [evaluate(case.roots, inputs, case.arrays)]
+    cases = {}
+    for dtype, kind in SHORT_FLOATS.items():
+        case = case_of(lambda s, b, h, i, j, kind=kind: table[j].astype(kind), "score_mod")
+        (values,) = evaluate(case.roots, inputs, case.arrays)
+        check_equal(values, expected[dtype], dtype, signs=True)
+        cases[dtype] = case, expected[dtype]
     if KERNELS.is_dir():
-        results += computed([case], inputs, tmp_path)
-        compiled([case], "sm_80")
-    for (values,) in results:
-        np.testing.assert_array_equal(values, expected)
-        is_number = ~np.isnan(expected)
-        np.testing.assert_array_equal(np.signbit(values)[is_number], np.signbit(expected)[is_number])
+        check_values(cases, inputs, tmp_path, signs=True)
+        compiled([case for case, _ in cases.values()], "sm_80")
 
 
 def nearest_bfloat16(x: Any) -> Any:

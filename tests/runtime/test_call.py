@@ -189,25 +189,27 @@ def test_layers_of_a_model_hit_from_their_third_call_on(gpus: Gpus) -> None:
     assert gpus.launched[256:] == second
 
 
-def test_8000_new_shapes_leave_no_more_than_the_bound(gpus: Gpus) -> None:
+def test_new_shapes_leave_no_more_than_the_bound(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calls.CALL_CACHE.max_bytes == calls.CACHE_BYTES
+    max_bytes = calls.CACHE_BYTES // 2  # reached after 2000 shapes, each of which takes 2 ms while memory is traced
+    monkeypatch.setattr(calls.CALL_CACHE, "max_bytes", max_bytes)
     gpus.quiet()
     decode(1, 0)
     gc.collect()
     tracemalloc.start()
     try:
-        for step in range(8000):
+        for step in range(4000):
             decode(2 + step, step % 64)
-            if step == 5000:
+            if step == 2500:
                 early = tracemalloc.get_traced_memory()[0]
         gc.collect()
         most = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert most <= calls.CACHE_BYTES
     assert most <= 1.1 * early  # the bound was reached long before
-    assert 0.5 * calls.CALL_CACHE.num_bytes <= most <= calls.CALL_CACHE.num_bytes <= calls.CACHE_BYTES
+    assert 0.5 * calls.CALL_CACHE.num_bytes <= most <= calls.CALL_CACHE.num_bytes <= max_bytes
     entries = len(calls.CALL_CACHE)
-    decode(8001, 0)
+    decode(4001, 0)
     assert len(calls.CALL_CACHE) == entries  # the last shapes are there
 
 

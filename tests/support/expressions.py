@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -91,12 +92,14 @@ def _more_integers(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
     )
 
 
+@cache
 def integers() -> st.SearchStrategy[Node]:
     """Returns a strategy of integer nodes."""
     leaves = st.sampled_from([B, H, Q, K, Q, K, number(3), number(-2), number(7)])
     return st.recursive(leaves, _more_integers, max_leaves=8)
 
 
+@cache
 def conditions() -> st.SearchStrategy[Node]:
     """Returns a strategy of bool nodes that compare integers."""
     names = st.sampled_from(["less", "less_equal", "equal", "not_equal"])
@@ -142,6 +145,7 @@ def _more_rough_floats(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node
     )
 
 
+@cache
 def floats(smooth: bool = False) -> st.SearchStrategy[Node]:
     """Returns a strategy of float nodes. smooth: True for functions without corners and jumps."""
     constants = st.sampled_from([SCORE, SCORE, number(0.5), number(-1.25), of_floats(H), of_floats(op("add", Q, K))])

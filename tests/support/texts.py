@@ -149,6 +149,34 @@ def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short:
     return values
 
 
+def check_equal(values: Any, expected: Any, name: str = "", rtol: float = 0.0, signs: bool = False) -> None:
+    """Checks that values are equal up to a relative error. signs: True to check signs of zeros, too."""
+    with np.errstate(invalid="ignore"):  # of a signalling NaN
+        expected = np.ravel(expected).astype(np.float64)
+    np.testing.assert_allclose(values, expected, rtol=rtol, err_msg=name)
+    if signs:
+        is_number = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.signbit(values)[is_number], np.signbit(expected)[is_number], err_msg=name)
+
+
+def check_values(
+    cases: Mapping[str, tuple[Case, Any]],
+    inputs: dict[str, Any],
+    folder: Path,
+    rtol: float = 0.0,
+    signs: bool = False,
+) -> None:
+    """Checks that the text of each case has these values of its root on the CPU; reports all cases that differ."""
+    differing = []
+    results = computed([case for case, _ in cases.values()], inputs, folder)
+    for (name, (_, expected)), (values,) in zip(cases.items(), results, strict=True):
+        try:
+            check_equal(values, expected, name, rtol, signs)
+        except AssertionError as error:
+            differing.append(str(error))
+    assert not differing, "\n".join(differing)
+
+
 def check(cases: Sequence[Case], folder: Path, inputs: dict[str, Any] | None = None, short: bool = True) -> None:
     """Checks that the texts have the values of the graphs, up to a few times the error of rounding."""
     inputs = points() if inputs is None else inputs

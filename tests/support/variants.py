@@ -171,14 +171,29 @@ def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
     return next(launch.variant for launch in launches if launch.variant.op == op)
 
 
-def edges(dtype: str, of_hopper: bool) -> list[int]:
-    """Returns head dims at which the choice of a tile can change: 1, the head dims of each row, and these plus 1."""
+def limits(dtype: str, of_hopper: bool) -> list[int]:
+    """Returns the largest head dims of each tile."""
     of_any_gpu = *TILES[dtype], *BACKWARD[dtype], *DQ[dtype]
     rows = (*tiles_sm90.TILES, *tiles_sm90.BACKWARD, *tiles_sm90.DQ_DKV) if of_hopper else of_any_gpu
     dims = {row.head_dim for row in rows} | {row.head_dim_v for row in rows}
     if not of_hopper:
         dims |= {row.head_dim_v * row.max_slices for row in TILES[dtype]}
-    return sorted({dim + step for dim in dims for step in (0, 1)} | {1})
+    return sorted(dims)
+
+
+def edges(dtype: str, of_hopper: bool) -> list[int]:
+    """Returns head dims at which the choice of a tile can change: 1, the head dims of each row, and these plus 1."""
+    return sorted({dim + step for dim in limits(dtype, of_hopper) for step in (0, 1)} | {1})
+
+
+def head_dims(dtype: str, of_hopper: bool) -> list[tuple[int, int]]:
+    """Returns pairs of head dims that have every tile.
+
+    A tile is chosen by upper limits of both head dims, so pairs of limits have all tiles of even head dims. Odd ones
+    are misaligned: each edge stands for those of its range.
+    """
+    pairs = product(limits(dtype, of_hopper), repeat=2)
+    return list(dict.fromkeys([*pairs, *((dim, dim) for dim in edges(dtype, of_hopper))]))
 
 
 @cache
@@ -194,9 +209,10 @@ def variants(arch: str) -> tuple[Variant, ...]:
         others = [{"algorithm": algorithm, "packed": packed} for algorithm, packed in algorithms]
         for of_hopper in (False, True) if ROWS[dtype].itemsize == 2 and is_hopper(device) else (False,):
             forward, backward = ways(device, of_hopper), ways(device, of_hopper, "backward")
-            dims = edges(dtype, of_hopper)
+            pairs = head_dims(dtype, of_hopper)
+            dims = dict.fromkeys(dim for dim, _ in pairs)
             plans += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(dims, forward)]
-            for dim, dim_v, out_dtype in product(dims, dims, out_dtypes):
+            for (dim, dim_v), out_dtype in product(pairs, out_dtypes):
                 call = dtype, dim, dim_v, device
                 for way in [*forward, *(others if not of_hopper else ())]:
                     plans.append(plan_of("forward", *call, out_dtype=out_dtype, **way))

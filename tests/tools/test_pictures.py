@@ -52,16 +52,16 @@ def assert_legible(figure: Any) -> None:
     of_ticks = {id(text) for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.findobj(Text)}
     texts = [text for text in texts if id(text) not in of_ticks or id(text) in drawn]
     assert len(texts) > 10
+    boxes = []
     for text in texts:
         pixels = text.get_fontsize() / 72 * PHONE / figure.get_figwidth()
         assert pixels >= LEGIBLE, f"{text.get_text()!r} has {pixels:.1f} pixels of {PHONE}"
         box = text.get_window_extent()
         inside = box.x0 > -1 and box.y0 > -1 and box.x1 < figure.bbox.x1 + 1 and box.y1 < figure.bbox.y1 + 1
         assert inside, f"{text.get_text()!r} is cut off: {box}, {figure.bbox}"
-    for text, other in combinations(texts, 2):
-        # A pixel less on each side: boxes are taller than letters.
-        boxes = [each.get_window_extent().padded(-1) for each in (text, other)]
-        assert not boxes[0].overlaps(boxes[1]), f"{text.get_text()!r} lies over {other.get_text()!r}"
+        boxes.append((text.get_text(), box.padded(-1)))  # a pixel less on each side: boxes are taller than letters
+    for (text, box), (other, other_box) in combinations(boxes, 2):
+        assert not box.overlaps(other_box), f"{text!r} lies over {other!r}"
 
 
 def _labels(axis: Any) -> list[Any]:
