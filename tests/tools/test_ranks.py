@@ -15,6 +15,7 @@ from cuflash.__main__ import main
 from cuflash.distributed import Layout, plan
 from cuflash.distributed.rectangles import Window
 from cuflash.tools.bench import ranks
+from cuflash.tools.bench.check import MAX_ERROR
 from cuflash.tools.bench.ranks_model import (
     NAIVE,
     OF_HOSTS,
@@ -188,16 +189,37 @@ def test_a_measurement_needs_torchrun(capsys: pytest.CaptureFixture[str], monkey
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+def measured(path: Path, processes: int, *options: str, **variables: str) -> tuple[str, dict[str, Any]]:
+    """Runs the measurement in processes of torchrun; returns what it prints and writes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "cuflash", "bench", "ranks", "--measure", "--json", str(path), *options]
+    printed = output_of(*command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables, timeout=600)
+    return printed, json.loads(path.read_text("utf-8"))
+
+
+@pytest.mark.gpu
+def test_gpus_of_this_host_measure_all_schemes(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch has no CUDA")
+    count = torch.cuda.device_count()
+    _, content = measured(tmp_path / "measured.json", count, "--quick", "--seqlens", "1k")
+    assert content["ranks"] == count
+    ours = [row for row in content["rows"] if row["ours"]]
+    assert {row["scheme"] for row in ours} == {"ring", "ulysses", "gather"}
+    for row in ours:
+        assert not row["note"], row
+        assert row["error"] < 2 * MAX_ERROR["bfloat16"]
+        assert row["bytes"] > 0
+        assert 0 < row["computed"] <= 1
+
+
 @pytest.mark.slow(20)
 def test_two_processes_measure_and_check_all_schemes(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    path = tmp_path / "measured.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "cuflash"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    options = ["bench", "ranks", "--measure", "--seqlens", "40", "--json", str(path)]
-    printed = output_of(*command, *options, cwd=ROOT, env=environment, timeout=600)
+    options = ["--seqlens", "40"]
+    printed, content = measured(tmp_path / "measured.json", 2, *options, CUDA_VISIBLE_DEVICES="")
     assert printed.count("ring's shift") == 1, "one process prints"
-    content = json.loads(path.read_text("utf-8"))
     assert content["ranks"] == 2
     assert all(content["links"][name] > 0 for name in ("shift", "all_to_all", "alpha"))
     ours = [row for row in content["rows"] if row["ours"]]

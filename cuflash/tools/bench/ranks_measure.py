@@ -313,18 +313,17 @@ def prepared(machine: Machine, work: Work, backward: bool) -> Problem:
         return torch.randn(shape, generator=generator, device=machine.device, dtype=machine.dtype)
 
     problem = Problem(work, [drawn(heads) for heads in (q, kv, kv, q)], [])
-    bounds = work.layout(machine.ranks).cu_seqlens
-    return problem._replace(expected=run(partial(_alone, work, bounds), problem.whole, backward))
+    return problem._replace(expected=run(_alone(machine, work), problem.whole, backward))
 
 
-def _alone(work: Work, bounds: tuple[int, ...], q: Any, k: Any, v: Any) -> Any:
-    """Computes a whole problem, or some of it, on this GPU."""
+def _alone(machine: Machine, work: Work) -> Attention:
+    """Returns a function that computes the whole problem, or the first rows of one sequence, on this GPU."""
     if work.mean_document is None:
-        return whole_attention(q, k, v, **_mask(work))
-    tensor = torch.tensor(bounds, dtype=torch.int32, device=q.device)
-    longest = max(np.diff(bounds).tolist())
+        return partial(whole_attention, **_mask(work))
+    bounds = work.layout(machine.ranks).cu_seqlens
+    tensor, longest = torch.tensor(bounds, dtype=torch.int32, device=machine.device), max(np.diff(bounds).tolist())
     lengths = {"cu_seqlens_q": tensor, "cu_seqlens_k": tensor, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return whole_attention(q[0], k[0], v[0], **lengths, **_mask(work))[None]
+    return lambda q, k, v: whole_attention(q[0], k[0], v[0], **lengths, **_mask(work))[None]
 
 
 def run(function: Attention, arrays: list[Any], backward: bool) -> list[Any]:
@@ -343,11 +342,11 @@ def one_gpu(machine: Machine, problem: Problem, backward: bool) -> tuple[Call, f
     work, whole = problem.work, problem.whole
     total = work.rows * machine.ranks
     flops = 2.0 * total**2 * work.heads.q * work.heads.dim
-    bounds, factor = work.layout(machine.ranks).cu_seqlens, 1 / machine.ranks
+    factor = 1 / machine.ranks
     if flops > MOST_FLOPS and work.window is None and work.mean_document is None:
         whole = [x[:, : work.rows] for x in whole]
         factor *= machine.ranks**2
-    return partial(run, partial(_alone, work, bounds), whole, backward), factor
+    return partial(run, _alone(machine, work), whole, backward), factor
 
 
 def checked(
@@ -384,10 +383,8 @@ def row_errors(results: list[Any], expected: list[Any]) -> list[float]:
     """Returns the largest |error| / |row| of the rows of each result, in the Euclidean norm; NaN counts as infinite."""
     errors = []
     for result, exact in zip(results, expected, strict=True):
-        largest, floor = (
-            0.0,
-            LEAST_NORM * float(exact.norm(dim=-1, dtype=torch.float32).max()) if exact.numel() else 1.0,
-        )
+        largest = 0.0
+        floor = LEAST_NORM * float(exact.norm(dim=-1, dtype=torch.float32).max()) if exact.numel() else 1.0
         for a, b in zip(result.split(ROWS_AT_ONCE, 1), exact.split(ROWS_AT_ONCE, 1), strict=True):
             norms = b.norm(dim=-1, dtype=torch.float32).clamp(min=floor)
             ratio = ((a.float() - b.float()).norm(dim=-1) / norms).nan_to_num(math.inf)
@@ -471,7 +468,7 @@ def show(content: dict[str, Any]) -> None:
     out, speeds = table.console(), content["links"]
     out.print(info.line(content["machine"]))
     out.print(
-        f"{content['ranks']} ranks; links of each: ring's shift {speeds['shift'] * 1e-9:.1f} GB/s, all-to-all "
+        f"ranks: {content['ranks']}; links of each: ring's shift {speeds['shift'] * 1e-9:.1f} GB/s, all-to-all "
         f"{speeds['all_to_all'] * 1e-9:.1f} GB/s ({units.memory(speeds['bytes'])}), {speeds['alpha'] * 1e6:.0f} µs for "
         f"{units.memory(SMALL_BYTES)}"
     )
