@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +29,18 @@ def integers(text: str) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0 such as 64,128 or 1k,16k")
     return tuple(dict.fromkeys(numbers))
+
+
+def numbers(count: int, text: str) -> tuple[float, ...]:
+    """Parses so many numbers above 0, such as "300,50"."""
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        values = ()
+    if len(values) != count or not all(0 < value < math.inf for value in values):
+        several = "a number above 0" if count == 1 else f"{count} numbers above 0, with commas between them"
+        raise argparse.ArgumentTypeError(f"{text!r}: give {several}")
+    return values
 
 
 def count(text: str, least: int = 1) -> int:
@@ -76,8 +90,9 @@ def output(text: str) -> Path:
         if target.is_file():
             target.open("ab").close()
         elif not target.exists():
-            target.open("xb").close()
-            target.unlink()
+            with contextlib.suppress(FileExistsError):  # several processes of torchrun parse one name
+                target.open("xb").close()
+                target.unlink(missing_ok=True)
     except _REFUSALS as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {_reason(error)}") from error
     return path

@@ -13,6 +13,7 @@ import pytest
 from workers import ROOT
 
 from cuflash.__main__ import main
+from cuflash.tools.bench import ranks
 
 RESULTS, PICTURES = ROOT / "examples" / "results", ROOT / "examples" / "pictures"
 PHONE, LEGIBLE = 375, 10  # pixels: the width of a phone's page, and the least height of letters
@@ -92,6 +93,16 @@ def test_the_picture_of_errors_is_legible_on_a_phone(figures: dict[str, Any], tm
     assert main(["accuracy", "--draw", str(RESULTS / "accuracy.json"), "--picture", str(drawn)]) == 0
     assert_legible(figures["accuracy.png"])
     assert size(drawn) == size(RESULTS / "accuracy.png")
+
+
+def test_the_picture_of_ranks_is_legible_on_a_phone(
+    figures: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "RANKS", (1, 16))  # all schemes
+    drawn = tmp_path / "ranks.png"
+    assert main(["bench", "ranks", "--picture", str(drawn)]) == 0
+    assert_legible(figures["ranks.png"])
+    assert size(drawn) == size(PICTURES / "ranks.png")
 
 
 def test_the_picture_of_the_algorithm_is_legible_on_a_phone(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,12 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
             of_op = [row for row in rows if row.op == op]
             middle = max((row.setting.case.seqlen_q for row in of_op if row.setting.size > 1), default=0)
             if by == "length":
-                points = [(_short(row.setting.case.seqlen_q), row) for row in of_op if row.setting.size == 1]
+                points = [(short(row.setting.case.seqlen_q), row) for row in of_op if row.setting.size == 1]
                 panel.set(title=f"{op}, scores of size 1", xlabel=f"seqlen; {second_row}")
             else:
                 points = [(f"{row.setting.size:g}", row) for row in of_op if row.setting.case.seqlen_q == middle]
                 label = f"size of the scores (standard deviation)\n{second_row}"
-                panel.set(title=f"{op}, seqlen {_short(middle)}", xlabel=label)
+                panel.set(title=f"{op}, seqlen {short(middle)}", xlabel=label)
             panel.set_ylabel("times the smallest")
             _ratios(panel, names, points)
         colours = [(name, {"color": COLOURS[number % len(COLOURS)]}) for number, name in enumerate(names)]
@@ -101,6 +101,36 @@ def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
             finally:
                 pyplot.close(figure)
         return paths
+
+    return draw
+
+
+def ranks() -> Callable[[dict[str, Any], Path], None]:
+    """Returns a function that draws the shares of `ranks` by ranks; UnsupportedError without matplotlib."""
+    pyplot = _pyplot()
+
+    def draw(content: dict[str, Any], path: Path) -> None:
+        rows = [row for row in content["rows"] if row["op"] == "both"]
+        names, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("scheme", "kind"))
+        tokens = sorted({row["tokens"] for row in rows})
+        title = "Computed share of one GPU's rate\nforward and backward; no skew, no congestion"
+        size = len(kinds), len(tokens)
+        figure, axes = _subplots(pyplot, *size, 2.3 * len(kinds) + 1.6, title, sharex=True, sharey=True)
+        for (line, kind), (column, number) in product(enumerate(kinds), enumerate(tokens)):
+            panel = axes[line][column]
+            for colour, name in enumerate(names):
+                of_name = [row for row in rows if (row["kind"], row["tokens"], row["scheme"]) == (kind, number, name)]
+                points = [(row["ranks"], row["share"]) for row in of_name]
+                if points:
+                    panel.plot(*zip(*points, strict=True), marker="o", ms=3, color=COLOURS[colour], label=name)
+            panel.set(title=f"{kind}, {short(number)} a GPU", ylim=(0, 1.05), xscale="log")
+            panel.set_xticks([1, 8, 64, 1024], ["1", "8", "64", "1k"])
+            panel.set_xticks([], minor=True)
+            panel.grid(alpha=0.3)
+        for panel in axes[-1]:
+            panel.set_xlabel("GPUs")
+        _with_legend(figure, axes).savefig(path, dpi=PIXELS_PER_INCH)
+        pyplot.close(figure)
 
     return draw
 
@@ -175,7 +205,7 @@ def _panels_of_bars(
                 heights = [by_length.get(seqlen, 0.0) for seqlen in seqlens]
                 panel.bar(centers, heights, width, color=colours[name], label=name)
             panel.set(title=heading)
-            panel.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
+            panel.set_xticks(range(len(seqlens)), [short(seqlen) for seqlen in seqlens])
             panel.grid(axis="y", alpha=0.3)
             panel.set_axisbelow(True)
         line[0].set_ylabel("TFLOP/s")
@@ -198,7 +228,7 @@ def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], 
             panel.plot(*zip(*line, strict=True), lw=width, color=colours[name], label=name)
         seqlens = sorted({row["seqlen_q"] for row in rows})
         panel.set(xscale="log", yscale="log", title=op, ylabel="MiB")
-        panel.set_xticks(seqlens, [_short(seqlen) for seqlen in seqlens])
+        panel.set_xticks(seqlens, [short(seqlen) for seqlen in seqlens])
         panel.set_xticks([], minor=True)
         panel.grid(alpha=0.3)
     axes[-1][0].set_xlabel("seqlen")
@@ -263,7 +293,7 @@ def _roofline(
             ends = [ridge, max(*work, ridge)]
             panel.plot(ends, [peak * 1e-12] * 2, color="black", lw=1, label="16-bit tensor cores")
     panel.set_xscale("log", base=2)  # labels of powers of 10 lie over each other where there are few
-    panel.xaxis.set_major_formatter(lambda x, _: _short(x))
+    panel.xaxis.set_major_formatter(lambda x, _: short(x))
     panel.set(yscale="log", xlabel="FLOP for each byte of the arrays", ylabel="TFLOP/s")
     return _with_legend(figure, axes)
 
@@ -299,7 +329,7 @@ def _name(row: Errors) -> str:
     return "cuflash" if row.ours else row.contender
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Formats a length, as in "4k"."""
     return f"{number / 1024:g}k" if number >= 1024 else f"{number:g}"
 

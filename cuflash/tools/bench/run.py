@@ -21,9 +21,10 @@ from ...testing.arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
 from ...testing.cases import Case
 from .. import arguments
 from ..console import Console
-from . import check, compare, measure, peers, pictures, table
+from . import check, compare, measure, peers, pictures, ranks, table
 from .peers import Contender
 from .presets import OF_PROBLEMS, PRESETS, square
+from .ranks_problems import NAME as RANKS
 from .report import Report, Row
 
 ROTATED_BYTES = 1 << 28  # calls rotate through input sets that together exceed every GPU's L2 cache
@@ -32,9 +33,10 @@ OPS = tuple(check.OUTPUTS)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    presets = (f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items())
+    presets = [f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items()]
+    presets.append(f"{RANKS}: {ranks.HELP}")
     add = parser.add_argument
-    add("preset", nargs="?", choices=PRESETS, default="paper", help=f"the problems: {'; '.join(presets)}")
+    add("preset", nargs="?", choices=(*PRESETS, RANKS), default="paper", help=f"the problems: {'; '.join(presets)}")
     add("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
     add("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
     add("--head-dims", type=arguments.integers, metavar="N,N", help="default 64,128,256; 64 without a GPU")
@@ -52,12 +54,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     files = "compare two files of --json; measure nothing"
     add("--compare", nargs=2, type=arguments.existing, metavar=("OLD", "NEW"), help=files)
+    ranks.add_options(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints and writes the report; returns 1 if an output is wrong or one of ours did not run."""
     if options.compare:
         return compare.show(*options.compare)
+    if options.preset == RANKS:
+        return ranks.main(options)
     _refuse_what_is_not_taken(options)
     draw = pictures.bench() if options.pictures else None  # first, to report a missing package at once
     if options.draw and draw:
@@ -83,6 +88,8 @@ def _refuse_what_is_not_taken(options: argparse.Namespace) -> None:
     if unused := [name for name in names if name not in PRESETS[options.preset].takes]:
         takers = ", ".join(name for name, preset in PRESETS.items() if unused[0] in preset.takes)
         raise ProblemError(f"--{unused[0].replace('_', '-')} goes with {takers}; leave it out")
+    if unused := [name for name in ranks.OPTIONS if getattr(options, name) is not None]:
+        raise ProblemError(f"--{unused[0]} goes with {RANKS}; leave it out")
     if options.draw and not options.pictures:
         raise ProblemError("--draw goes with --pictures FOLDER: add the folder to draw into")
     if options.draw and options.json:
