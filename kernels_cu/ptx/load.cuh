@@ -39,3 +39,6 @@ __device__ __forceinline__ unsigned long long load_or_zero(const unsigned long l
       : "l"(from), "r"(static_cast<int>(exists)));
   return x;
 }
+
+// Fetches the line of this address into the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* gmem) { asm volatile("prefetch.global.L2 [%0];" ::"l"(gmem)); }

@@ -1,9 +1,11 @@
 // The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. Dense kernels schedule
 // work in the warp of k and v; block-sparse and varlen kernels have a scheduler warp.
 #pragma once
+#include "../../common/float_rows.cuh"
 #include "../../common/swizzle.cuh"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/grid.cuh"
+#include "../../ptx/load.cuh"
 #include "scheduler.cuh"
 #include "varlen_producer.cuh"
 
@@ -188,6 +190,21 @@ __device__ __forceinline__ void load_queries(const Params& params, const AnyWork
                          work.head);
 }
 
+// Fetches the rows of out that a warpgroup will blend into the L2 cache, while the keys are walked. Otherwise the
+// epilogue waits for them.
+template <class AnyParams, class AnyWork>
+__device__ __forceinline__ void prefetch_state(const AnyParams& p, const AnyWork& work, int group) {
+  const auto sequence = work.sequence(p.problem);
+#pragma unroll
+  for (int n = 0; n < kGroupRows; n += 32) {
+    const int row = work.row_begin + group * kGroupRows + n + threadIdx.x % 32;
+    if (row >= sequence.seqlen_q()) continue;
+    const float* const out = float_row(p.out, sequence.out_from(row), work.head);
+#pragma unroll
+    for (int column = 0; column < kHeadDimV; column += 32) prefetch_l2(out + min(column, p.problem.head_dim_v - 1));
+  }
+}
+
 // The warps that copy q. Decode has its own overload of load_queries (decode/producer.cuh).
 template <class AnyWork>
 struct QueryProducer : Role {
@@ -204,6 +221,7 @@ struct QueryProducer : Role {
       for (int group = first_group; group < kNumConsumers; group += step) {
         mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
         load_queries(params, work, group, smem.q_rows(i, group), smem.q_full(i, group), filled, is_leader);
+        if constexpr (kAccumulates) prefetch_state(params, work, group);
         __syncwarp();
       }
     }
