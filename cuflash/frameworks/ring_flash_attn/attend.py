@@ -38,15 +38,16 @@ def attend(
         # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
         return sys.modules[__name__].uncompiled_attend(layout_of, axes, tensors, shared, is_striped)
     dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group = shared
-    if type(dropout_p) not in (int, float) or dropout_p != 0:
+    if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
         shown = dropout_p if isinstance(dropout_p, (int, float)) else kind_of(dropout_p)
         raise UnsupportedError(f"dropout_p={shown}: attention over the rows of several ranks has no dropout; give 0.0")
     if isinstance(softmax_scale, bool):
         raise ProblemError(f"softmax_scale={softmax_scale} is a bool; give a number. It stands before causal here")
     check_flag("return_attn_probs", return_attn_probs)
     *before, last = tensors
-    packed = "qkv"[len(before) :]
-    if len(packed) > 1:
+    names = {}
+    if len(packed := "qkv"[len(before) :]) > 1:
+        names = packed_names(packed)
         tensors = *before, *unpack(packed, last, len(packed), "batch, rows" if axes == 4 else "rows")
     try:
         for name, x in zip("qkv", tensors, strict=True):
@@ -68,7 +69,7 @@ def attend(
             window_size=window_of(window_size), deterministic=deterministic, return_lse=True, **mods,
         )  # fmt: skip
     except REFUSALS as error:
-        raise renamed(error, packed_names(packed)) from error.__cause__
+        raise renamed(error, names) from error.__cause__
     if is_striped:
         out, lse = stripes.from_layout(out, 1, group), stripes.from_layout(lse, 2, group)
     if axes == 3:

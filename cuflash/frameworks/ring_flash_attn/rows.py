@@ -144,9 +144,9 @@ def stripes_of(layout: Layout, rank: int, device: torch.device) -> Stripes:
     sent = [rows[rows % ranks == rank] // ranks for rows in map(layout.indices, range(ranks))]
     stripe_of_row: Any = layout.indices(rank) % ranks
     received = np.argsort(stripe_of_row, kind="stable")
-    places = np.concatenate(sent), received
+    orders = np.concatenate(sent), received
     return Stripes(
         [*map(len, sent)],
         np.bincount(stripe_of_row, minlength=ranks).tolist(),
-        *(torch.from_numpy(x).to(device) for x in (*places, *map(np.argsort, places))),
+        *(torch.from_numpy(x).to(device) for x in (*orders, *map(np.argsort, orders))),
     )
