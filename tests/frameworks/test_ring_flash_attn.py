@@ -41,14 +41,14 @@ def run(ranks: int, folder: Path, check: str, *arguments: object) -> None:
 def test_drawn_calls_of_all_names_are_those_of_one_process(
     ranks: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    run(ranks, tmp_path, "drawn", request.config.getoption("drawn") or 4)
+    run(ranks, tmp_path, "drawn", request.config.getoption("drawn") or 3)
 
 
 @pytest.mark.slow(30)
 @pytest.mark.skipif(PACKAGE is None, reason="needs ring-flash-attn")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_drawn_calls_are_those_of_the_package(ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    run(ranks, tmp_path, "package", request.config.getoption("drawn") or 3)
+    run(ranks, tmp_path, "package", request.config.getoption("drawn") or 2)
 
 
 @pytest.mark.parametrize("check", ["refusals", "other_bounds"])
