@@ -28,6 +28,13 @@ OF_FLASH_ATTN_3 = (
     *("flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"),
     *("flash_attn_with_kvcache", "get_scheduler_metadata"),
 )
+OF_RING_FLASH_ATTN = (
+    *(f"{order}_flash_attn_{form}func" for order in ("ring", "zigzag_ring", "stripe")
+      for form in ("", "kvpacked_", "qkvpacked_")),
+    *(f"{order}_flash_attn_varlen_{form}func" for order in ("ring", "zigzag_ring", "llama3")
+      for form in ("", "kvpacked_", "qkvpacked_")),
+    *("llama3_flash_attn_prepare_cu_seqlens", "substitute_hf_flash_attn", "update_ring_flash_attn_params"),
+)  # fmt: skip
 # Paths, each with the packages that it imports beside NumPy.
 PATHS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cuflash": ((), (
@@ -49,6 +56,7 @@ PATHS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("jax",),
         ("attention", "dot_product_attention", "ragged_paged_attention", "triangle_attention"),
     ),
+    "cuflash.frameworks.ring_flash_attn": (("torch",), OF_RING_FLASH_ATTN),
     "cuflash.frameworks.sdpa": (("torch",), ("activate", "restore")),
     "cuflash.frameworks.torch": (("torch",), ("attention", "flex_attention", "triangle_attention")),
     "cuflash.frameworks.transformers": (

@@ -35,7 +35,7 @@ LAYERS = {
     9: ("__init__",),
     10: ("frameworks",),
     11: ("distributed",),
-    12: ("testing",),
+    12: ("testing", "frameworks.ring_flash_attn"),
     13: ("tools",),
     14: ("__main__",),
 }
@@ -66,6 +66,8 @@ TESTED_ELSEWHERE = {
     "frameworks/bool_masks": "frameworks/test_transformers_masks.py",
     **dict.fromkeys((f"frameworks/flash_attn/{name}" for name in ("arguments", "v2", "v3")),
                     "frameworks/test_flash_attn.py"),
+    **dict.fromkeys((f"frameworks/ring_flash_attn/{name}" for name in ("adapters", "attend", "rows")),
+                    "frameworks/test_ring_flash_attn.py"),
     "frameworks/flash_attn/kvcache": "frameworks/test_flash_attn_cache.py",
     "frameworks/flash_attn/v2_private": "frameworks/test_flash_attn_private.py",
     "frameworks/flash_attn/v3_private": "frameworks/test_flash_attn_3_private.py",

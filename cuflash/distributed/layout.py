@@ -53,20 +53,23 @@ class Layout:
         This process's rank; by default that of the group.
     chunk : int, default 4096
         Most rows of a chunk of "balanced".
+    runs : sequence of sequences of (begin, end), optional
+        For each rank the runs of rows begin … end - 1 that it holds, ascending, in place of a kind: any other layout.
 
     Attributes
     ----------
     cu_seqlens : tuple of int
         Bounds of the documents; (0, seqlen) for one sequence.
     seqlen, ranks, kind, rank
-        As given; rank is None where neither a rank nor a group was.
+        As given; rank is None where neither a rank nor a group was, and kind is "runs" where runs were.
     spans : tuple of tuple of Span
         For each rank the runs of rows (begin, end, local) that it holds, ascending.
 
     Raises
     ------
     ProblemError
-        For lengths that are negative or decrease, a rank outside the group, or an unknown kind.
+        For lengths that are negative or decrease, a rank outside the group, an unknown kind, or runs that do not hold
+        each row once.
 
     Notes
     -----
@@ -81,6 +84,8 @@ class Layout:
     [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
     >>> Layout([0, 5, 12], ranks=2).positions(0).tolist()
     [0, 1, 2, 4, 5, 6]
+    >>> Layout(12, ranks=2, runs=[[(0, 2), (4, 8)], [(2, 4), (8, 12)]]).indices(0).tolist()
+    [0, 1, 4, 5, 6, 7]
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Layout:
         *,
         rank: int | None = None,
         chunk: int = CHUNK,
+        runs: Sequence[Sequence[tuple[int, int]]] | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ProblemError(f"kind={kind!r} is no layout; give one of {', '.join(map(repr, KINDS))}")
@@ -100,13 +106,13 @@ class Layout:
         self.ranks = check_integer("ranks", ranks)
         if self.ranks < 1:
             raise ProblemError(f"ranks={ranks} is below 1; give the number of processes that share the sequence")
-        self.cu_seqlens, self.kind = _bounds(seqlen), kind
+        self.cu_seqlens, self.kind = _bounds(seqlen), kind if runs is None else "runs"
         self.seqlen = self.cu_seqlens[-1]
         self.rank = group_rank if rank is None else self._checked(rank)
         chunk = check_integer("chunk", chunk)
         if chunk < 1:
             raise ProblemError(f"chunk={chunk} is below 1; give the most rows of a chunk")
-        self.spans = tuple(_spans(runs) for runs in self._runs(chunk))
+        self.spans = tuple(map(_spans, self._runs(chunk) if runs is None else self._checked_runs(runs)))
 
     def _runs(self, chunk: int) -> list[list[tuple[int, int]]]:
         """Returns the runs of rows of each rank, ascending."""
@@ -131,6 +137,21 @@ class Layout:
             if len(assigned[r]) < each:
                 heapq.heappush(by_work, (work + self._work(*run), r))
         return [sorted(runs) for runs in assigned]
+
+    def _checked_runs(self, runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+        """Returns the caller's runs, without empty ones."""
+        if len(runs) != self.ranks:
+            raise ProblemError(f"runs are for {len(runs)} ranks, but ranks={self.ranks}; give the runs of each rank")
+        checked = [[(check_integer("runs", a), check_integer("runs", b)) for a, b in each if a != b] for each in runs]
+        ordered = sorted(run for each in checked for run in each)
+        borders = [0, *(end for _, end in ordered)]
+        ascending = borders == sorted(borders) and all(each == sorted(each) for each in checked)
+        if not ascending or ordered != list(pairwise(borders)) or borders[-1] != self.seqlen:
+            raise ProblemError(
+                f"runs do not hold each of {self.seqlen} rows once, or do not ascend within a rank; give (begin, end) "
+                "for rows begin to end - 1"
+            )
+        return checked
 
     def _work(self, begin: int, end: int) -> int:
         """Returns the pairs of a query in these rows and a key that a causal mask shows it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 from .layout import Layout
@@ -53,10 +54,17 @@ def rectangles(layout: Layout, rank_q: int, rank_k: int, window: Window, merge: 
     merge: joins full rectangles that lie side by side, which hides the positions within documents.
     """
     rects: list[Rectangle] = []
+    others = layout.spans[rank_k]
+    ends = [other.end for other in others]
+    document, stop, joinable = -1, 0, 0
     for span in layout.spans[rank_q]:
-        for begin, end, document in layout.pieces(span.begin, span.end):
-            for other in layout.spans[rank_k]:
-                stop = layout.end_of(document)
+        for begin, end, first in layout.pieces(span.begin, span.end):
+            if first != document:
+                document, stop, joinable = first, layout.end_of(first), len(rects)
+            # Spans of this document alone: a layout by document has two of each document.
+            for other in others[bisect_right(ends, document) :]:
+                if other.begin >= stop:
+                    break
                 keys = max(other.begin, document), min(other.end, stop)
                 if (cut := _cut((begin, end), keys, window)) is None:
                     continue
@@ -67,8 +75,10 @@ def rectangles(layout: Layout, rank_q: int, rank_k: int, window: Window, merge: 
                 rows = a - span.begin + span.local, b - span.begin + span.local
                 local_keys = c - other.begin + other.local, d - other.begin + other.local
                 offset = None if is_full else a - c
-                rects.append(Rectangle(rows, local_keys, offset, a - document, c - document))
-    return _merged(rects) if merge else rects
+                new = Rectangle(rows, local_keys, offset, a - document, c - document)
+                if not merge or not _joined(rects, joinable, new):
+                    rects.append(new)
+    return rects
 
 
 def _cut(rows: Range, keys: Range, window: Window) -> tuple[Range, Range] | None:
@@ -85,21 +95,22 @@ def _cut(rows: Range, keys: Range, window: Window) -> tuple[Range, Range] | None
     return ((a, b), (c, d)) if a < b and c < d else None
 
 
-def _merged(rects: list[Rectangle]) -> list[Rectangle]:
-    """Joins full rectangles with equal rows and consecutive keys, or equal keys and consecutive rows."""
-    merged: list[Rectangle] = []
-    for new in rects:
-        for number, old in enumerate(merged):
-            if old.diagonal_offset is new.diagonal_offset is None:
+def _joined(rects: list[Rectangle], first: int, new: Rectangle) -> bool:
+    """Joins a full rectangle to one from index `first` on: with equal rows and the keys before its keys, or vice versa.
+
+    Returns False if there is none.
+    """
+    if new.diagonal_offset is None:
+        for number in range(first, len(rects)):
+            old = rects[number]
+            if old.diagonal_offset is None:
                 if old.q == new.q and old.k[1] == new.k[0]:
-                    merged[number] = old._replace(k=(old.k[0], new.k[1]))
-                    break
+                    rects[number] = old._replace(k=(old.k[0], new.k[1]))
+                    return True
                 if old.k == new.k and old.q[1] == new.q[0]:
-                    merged[number] = old._replace(q=(old.q[0], new.q[1]))
-                    break
-        else:
-            merged.append(new)
-    return merged
+                    rects[number] = old._replace(q=(old.q[0], new.q[1]))
+                    return True
+    return False
 
 
 class Piece(NamedTuple):

@@ -40,6 +40,16 @@ def test_every_row_is_on_one_rank_in_ascending_order(lengths: list[int], ranks: 
         assert layout.local_bounds(rank) == tuple(borders if len(mine) else [0])
 
 
+@given(LENGTHS, st.integers(1, 5), st.sampled_from(KINDS))
+def test_runs_of_a_kind_make_its_layout(lengths: list[int], ranks: int, kind: Any) -> None:
+    layout = Layout(bounds_of(lengths), ranks, kind, chunk=7)
+    runs = [[(span.begin, span.end) for span in spans] + [(3, 3)] for spans in layout.spans]
+    copied = Layout(bounds_of(lengths), ranks, runs=runs)
+    assert (copied.spans, copied.kind) == (layout.spans, "runs")
+    assert copied != layout
+    assert repr(copied).startswith("Layout(runs, ")
+
+
 @given(LENGTHS, st.integers(1, 5), st.sampled_from(KINDS), st.integers(0, 2))
 def test_shards_join_to_the_whole(lengths: list[int], ranks: int, kind: Any, dim: int) -> None:
     layout = Layout(bounds_of(lengths), ranks, kind, chunk=7)
@@ -111,6 +121,12 @@ def test_a_group_gives_ranks_and_rank() -> None:
     ((12, 2, "striped"), {}, "kind='striped' is no layout; give one of 'zigzag', 'contiguous', 'balanced'"),
     ((12, 2), {"rank": 2}, "rank=2 is outside a group of 2; give 0 to 1"),
     ((12, 2), {"chunk": 0}, "chunk=0 is below 1"),
+    ((12, 2), {"runs": [[(0, 12)]]}, "runs are for 1 ranks, but ranks=2"),
+    ((12, 2), {"runs": [[(0, 6)], [(6, 11)]]}, "runs do not hold each of 12 rows once"),
+    ((12, 2), {"runs": [[(0, 7)], [(6, 12)]]}, "runs do not hold each of 12 rows once"),
+    ((12, 2), {"runs": [[(6, 12), (0, 2)], [(2, 6)]]}, "or do not ascend within a rank"),
+    ((3, 1), {"runs": [[(0, 5), (5, 3)]]}, "runs do not hold each of 3 rows once"),
+    ((3, 1), {"runs": [[(0, 3.0)]]}, "runs=3.0 is a float"),
 ])  # fmt: skip
 def test_bad_layouts_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], text: str) -> None:
     with pytest.raises(ProblemError, match=text):

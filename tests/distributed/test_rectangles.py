@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,22 @@ def visible(layout: Layout, window: Window) -> Any:
     return mask
 
 
+def of_runs(lengths: list[int], ranks: int, rng: random.Random) -> Layout:
+    """Returns a layout that assigns runs of one to nine rows to ranks at random."""
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    begin, total = 0, sum(lengths)
+    while begin < total:
+        end = min(begin + rng.randint(1, 9), total)
+        rng.choice(runs).append((begin, end))
+        begin = end
+    return Layout([0, *np.cumsum(lengths).tolist()], ranks, runs=runs)
+
+
 def layouts() -> Any:
     return st.builds(
         lambda lengths, ranks, kind: Layout([0, *np.cumsum(lengths).tolist()], ranks, kind, chunk=9),
         LENGTHS, st.integers(1, 5), st.sampled_from(KINDS),
-    )  # fmt: skip
+    ) | st.builds(of_runs, LENGTHS, st.integers(1, 5), st.randoms())  # fmt: skip
 
 
 @given(layouts(), st.builds(Window, SIDES, SIDES), st.booleans())

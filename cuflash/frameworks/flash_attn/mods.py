@@ -32,7 +32,7 @@ def v2_mod_kwargs(
 
     rng_state: returned by a forward, for its backward. draws: draws a seed if there is none.
     """
-    mod_kwargs = {} if alibi_slopes is None else {"score_mod": alibi(_slopes(alibi_slopes, q, cu_seqlens_q))}
+    mod_kwargs = {} if alibi_slopes is None else {"score_mod": alibi(slopes_of(alibi_slopes, q, cu_seqlens_q))}
     number = _dropout(dropout_p)
     if number == 0.0:
         return mod_kwargs
@@ -90,7 +90,7 @@ def _dropout(dropout_p: Any) -> float:
     return 0.0 if 1.0 - dropout_p == 1.0 else float(dropout_p)
 
 
-def _slopes(slopes: Any, q: Any, cu_seqlens_q: Any) -> torch.Tensor:
+def slopes_of(slopes: Any, q: Any, cu_seqlens_q: Any) -> torch.Tensor:
     """Returns the slopes, validated as in flash-attn."""
     for name, tensor in (("q", q), ("alibi_slopes", slopes)):
         check_tensor(name, tensor)
