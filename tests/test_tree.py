@@ -34,10 +34,12 @@ LAYERS = {
     9: ("__init__",),
     10: ("frameworks",),
     11: ("distributed",),
-    12: ("frameworks.context_parallel", "frameworks.torch.sdpa", "frameworks.sdpa", "frameworks.transformers"),
-    13: ("testing",),
-    14: ("tools",),
-    15: ("__main__",),
+    12: ("frameworks.context_parallel", "frameworks.transformers"),
+    13: ("frameworks.torch.sdpa",),
+    14: ("frameworks.sdpa",),
+    15: ("testing",),
+    16: ("tools",),
+    17: ("__main__",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Test files of modules that have neither test_<module>.py nor test_<subfolder>_<module>.py in tests/<folder>; a folder
