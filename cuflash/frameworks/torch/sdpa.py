@@ -22,6 +22,8 @@ PyTorch's kernels with the same generator: switch before a forward, not between 
 PyTorch still computes calls that return the weights or drop all of them, and head dims over 256 with a mask. It also
 computes what these backends cannot take, such as masks together with grouped heads. UnsupportedError: gradients with
 ALiBi, float8, and returned weights together with dropout.
+
+PyTorch's `context_parallel` runs on the ring of `cuflash.distributed` (`cuflash.frameworks.context_parallel`).
 """
 
 from __future__ import annotations
