@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ProblemError
+from ..locks import Lock
 from .choice import SCHEMES, Scheme
 from .layout import Layout
 from .torch import attention, group_of, layout_of
 
 # PyTorch's thread-local objects, which backward takes along to its threads: they recompute checkpointed layers.
 _KEY = "cuflash.distributed.region"
-_lock = threading.Lock()
+_lock = Lock()
 active = 0  # regions of all threads; a plain integer, on which graphs of torch.compile are guarded
 is_used = False  # True from the first region on
 
