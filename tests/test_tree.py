@@ -35,9 +35,12 @@ LAYERS = {
     9: ("__init__",),
     10: ("frameworks",),
     11: ("distributed",),
-    12: ("testing", "frameworks.ring_flash_attn"),
-    13: ("tools",),
-    14: ("__main__",),
+    12: ("frameworks.context_parallel", "frameworks.ring_flash_attn", "frameworks.transformers"),
+    13: ("frameworks.torch.sdpa",),
+    14: ("frameworks.sdpa",),
+    15: ("testing",),
+    16: ("tools",),
+    17: ("__main__",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Test files of modules that have neither test_<module>.py nor test_<subfolder>_<module>.py in tests/<folder>; a folder
@@ -79,6 +82,8 @@ TESTED_ELSEWHERE = {
     **dict.fromkeys((f"distributed/{name}" for name in ("choice", "exchange", "gather", "ring", "scheme", "torch",
                     "ulysses")),
                     "distributed/test_schemes.py"),
+    **dict.fromkeys(("distributed/regions", "frameworks/transformers/in_region"),
+                    "frameworks/test_transformers_region.py"),
     "mods/operations": "ops/test_block_mask.py",
     "frameworks/torch/autograd": "frameworks/test_torch_func.py",
     "frameworks/torch/sdpa_masks": "frameworks/test_sdpa.py",

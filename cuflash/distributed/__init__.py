@@ -8,27 +8,28 @@ Example::
     x, positions = layout.shard(x, dim=1), layout.positions()
     out = attention(q, k, v, layout=layout, causal=True)    # this rank's rows
 
-`attention` and `unshard` are for PyTorch; `cuflash.distributed.jax.attention` runs within `jax.shard_map`.
+`attention`, `unshard` and `region` are for PyTorch; `cuflash.distributed.jax.attention` runs within `jax.shard_map`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .layout import Layout
 from .work import plan
 
 if TYPE_CHECKING:
+    from .regions import region as region
     from .torch import attention as attention
     from .torch import unshard as unshard
 
-__all__ = ["Layout", "attention", "plan", "unshard"]
+__all__ = ["Layout", "attention", "plan", "region", "unshard"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports what needs PyTorch at its first use."""
-    if name in ("attention", "unshard"):
-        from . import torch as module
-
-        return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = {"attention": "torch", "region": "regions", "unshard": "torch"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{modules[name]}", __name__), name)

@@ -40,7 +40,7 @@ class _Ring(Function):
         ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.call, (out, lse) = call, compute(call, q, k, v, sinks)
+        ctx.call, (out, lse) = call, ring_forward(call, q, k, v, sinks)
         ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
         return out, lse
 
@@ -49,13 +49,13 @@ class _Ring(Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *sinks = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        return None, *gradients(ctx.call, dout, dlse, q, k, v, out, lse, *sinks)
+        return None, *ring_backward(ctx.call, dout, dlse, q, k, v, out, lse, *sinks)
 
 
-def compute(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+def ring_forward(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of a rank's rows over the keys of all ranks."""
+    """Returns (out, lse) of a rank's rows over the keys of all ranks, outside of autograd."""
     ranks, options = call.layout.ranks, dict(call.options)
     options.pop("deterministic", None)
     # A sink is the lse of a state whose out is 0.
@@ -79,7 +79,7 @@ def compute(
     return state[0].to(q.dtype), state[1]
 
 
-def gradients(
+def ring_backward(
     call: Call,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

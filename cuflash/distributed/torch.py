@@ -197,7 +197,7 @@ def attention(
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
     group = group_of(group)
-    layout, rank = _layout_of(layout, group, q)
+    layout, rank = layout_of(layout, group, q.shape[1])
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[1] != layout.num_rows(rank):
             raise ProblemError(
@@ -275,7 +275,7 @@ def unshard(x: torch.Tensor, layout: Layout, dim: int = 1, group: Any = None) ->
         All rows, in the order of the sequence.
     """
     group = group_of(group)
-    layout, rank = _layout_of(layout, group, x)
+    layout, rank = layout_of(layout, group, x.shape[dim])
     rows = [layout.num_rows(each) for each in range(layout.ranks)]
     by_rows = x.movedim(dim, 0)
     copies = by_rows.repeat(layout.ranks, *[1] * (x.dim() - 1))
@@ -301,11 +301,11 @@ def group_of(group: Any) -> Any:
     return group
 
 
-def _layout_of(layout: Layout | None, group: Any, q: torch.Tensor) -> tuple[Layout, int]:
-    """Returns the layout, by default one of equally many rows of each rank, and this process's rank."""
+def layout_of(layout: Layout | None, group: Any, rows: int = 0) -> tuple[Layout, int]:
+    """Returns the layout, by default one of so many rows of each rank, and this process's rank."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if layout is None:
-        return Layout(q.shape[1] * ranks, ranks, rank=rank), rank
+        return Layout(rows * ranks, ranks, rank=rank), rank
     if not isinstance(layout, Layout):
         raise ProblemError(f"layout is {type(layout).__name__}; give a cuflash.distributed.Layout")
     if layout.ranks != ranks:

@@ -5,14 +5,12 @@ distributed_cases.py RANK RANKS STORE CHECK [ARGUMENT...]    prints what is wron
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-import traceback
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import run_check
 
 from cuflash.distributed import Layout, attention, unshard
 from cuflash.errors import ProblemError, UnsupportedError
@@ -299,23 +297,5 @@ def autograd(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
-def main() -> None:
-    """Runs one check as one rank."""
-    rank, ranks, store, check, *arguments = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    try:
-        wrong = globals()[check](rank, ranks, *arguments)
-    except Exception:
-        print(f"rank {rank}: {traceback.format_exc()}", flush=True)
-        os._exit(1)  # the other ranks find the connection closed
-    for text in wrong:
-        print(f"rank {rank} differs: {text}", flush=True)
-    print(f"ran {check}", flush=True)
-    # All results are there: a group destroyed while another rank still reads ends that rank with an abort.
-    dist.barrier()
-    os._exit(bool(wrong))
-
-
 if __name__ == "__main__":
-    main()
+    run_check(globals())

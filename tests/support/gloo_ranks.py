@@ -34,6 +34,13 @@ def run_ranks(script: str, ranks: int, folder: Path, *arguments: object) -> str:
             process.wait()
 
 
+def assert_ranks(script: str, ranks: int, folder: Path, check: str, *arguments: object) -> None:
+    """Runs a check as so many processes, and fails if a process does not end it or finds a difference."""
+    text = run_ranks(script, ranks, folder, check, *arguments)
+    assert text.count(f"ran {check}") == ranks, text
+    assert "differs" not in text, text
+
+
 def run_check(checks: dict[str, Any]) -> None:
     """Runs a check as one rank, by the arguments of `run_ranks`: prints what is wrong, then "ran CHECK"."""
     import torch

@@ -22,6 +22,8 @@ PyTorch's kernels with the same generator: switch before a forward, not between 
 PyTorch still computes calls that return the weights or drop all of them, and head dims over 256 with a mask. It also
 computes what these backends cannot take, such as masks together with grouped heads. UnsupportedError: gradients with
 ALiBi, float8, and returned weights together with dropout.
+
+PyTorch's `context_parallel` runs on the ring of `cuflash.distributed` (`cuflash.frameworks.context_parallel`).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from ...ops.backward import backward
 from ...ops.forward import forward
 from ...planning.tiles_sm80 import BACKWARD
 from ...problem.dropout import share_kept
+from ..context_parallel import RingOverride
 from .sdpa_masks import drawn, masked, masked_backward
 from .varlen import paged_or_packed
 
@@ -65,11 +68,13 @@ class Override:
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")
         self._order: list[int] | None = None
-        if dispatch_key == "CUDA":
-            if not torch.cuda.is_available():
-                logger.info("sdpa: PyTorch sees no GPU here, so all calls stay its own")
-                return
+        is_cuda = dispatch_key == "CUDA"
+        if is_cuda and torch.cuda.is_available():
             cupy_module()  # reports a missing CuPy here, not in every later call
+        self._ring = RingOverride()
+        if is_cuda and not torch.cuda.is_available():
+            logger.info("sdpa: PyTorch sees no GPU here, so all calls stay its own")
+            return
         functions: dict[str, Callable[..., Any]] = {
             _FORWARD: self.forward,
             _BACKWARD: self.backward,
@@ -85,12 +90,13 @@ class Override:
         for name, function in functions.items():
             kernel = _or_empty(name, function)
             self._library.impl(name, kernel, dispatch_key, with_keyset=True, allow_override=True)
-        if dispatch_key == "CUDA":
+        if is_cuda:
             self._order = _prefer_ours()
 
     def remove(self) -> None:
         """Gives the ops back to PyTorch."""
         self._library._destroy()
+        self._ring.remove()
         if self._order is not None:
             torch._C._set_sdp_priority_order(self._order)
 

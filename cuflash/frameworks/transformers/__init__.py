@@ -27,6 +27,8 @@ in place of PyTorch's function. Falcon's layers require the name "sdpa" and its 
 with "sdpa". On a GPU `cuflash.frameworks.sdpa.activate()` runs those calls on cuflash that PyTorch's fused kernels
 could take.
 
+Within `cuflash.distributed.region(layout)` the ranks of a group share the rows of a model's sequence.
+
 Sources: integrations/sdpa_attention.py and masking_utils.py of transformers 5.23 and of 4.53, which is the first
 version in which masks can be registered.
 """
@@ -35,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +52,12 @@ except ImportError as error:
         "which masks it needs: pip install 'transformers>=4.53'"
     ) from error
 
+from ...distributed import regions
 from ...errors import ProblemError, UnsupportedError
 from ..bool_masks import visible_in
 from ..torch import attention
 from ..torch.tensors import disabled
+from .in_region import check_layer, needs_no_mask, region_of
 from .mask_mod import mask_mod_of
 from .masks import (
     Pattern,
@@ -182,8 +187,8 @@ def cuflash_attention_forward(
     >>> out.shape
     torch.Size([2, 100, 4, 64])
     """
-    if isinstance(attention_mask, SequenceMask) and torch.compiler.is_compiling():
-        # The mask was created outside of the graph, which cannot read it.
+    if torch.compiler.is_compiling() and (regions.active or isinstance(attention_mask, SequenceMask)):
+        # A graph cannot read a region, nor a mask that was created outside of it.
         more = {"position_bias": position_bias, "s_aux": s_aux, "sinks": sinks, **kwargs}
         if sliding_window is not _NOT_GIVEN:
             more["sliding_window"] = sliding_window
@@ -195,7 +200,13 @@ def cuflash_attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     sizes = query.shape[0], query.shape[2], key.shape[2]
     sink = s_aux if sinks is None else sinks
-    layer = _Layer(query, key, value, scaling, softcap or 0.0, dropout, sink, position_bias)
+    region = region_of(module) if regions.is_used and not torch.compiler.is_compiling() else None
+    compute = attention if region is None else region.attention
+    layer = _Layer(query, key, value, scaling, softcap or 0.0, dropout, sink, position_bias, compute)
+    if region is not None:
+        check_layer(attention_mask, position_bias, dropout, kwargs)
+        window = _keys_before(module, query.shape[2], region.layout.seqlen, causal, sliding_window)
+        return layer.whole(causal=causal, window_size=(window, -1)), None
     bounds = None if kwargs.get("cu_seq_lens_q") is None else _bounds(kwargs)
     if isinstance(attention_mask, SequenceMask):
         if (attention_mask.shape[0], *attention_mask.shape[2:]) == sizes and bounds is None:
@@ -240,7 +251,7 @@ _uncompiled = disabled(
 
 
 class _Layer(NamedTuple):
-    """A call of a layer without its mask. bias: position bias."""
+    """A call of a layer without its mask. bias: position bias. attention: the function of q, k and v."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -250,6 +261,7 @@ class _Layer(NamedTuple):
     dropout: float
     sink: torch.Tensor | None
     bias: torch.Tensor | None
+    attention: Callable[..., Any]
 
     @property
     def is_of_heads(self) -> bool:
@@ -288,9 +300,9 @@ class _Layer(NamedTuple):
         if self.sink is not None and self.sink.dim() == 1:
             keywords["sinks"] = self.sink if self.sink.dtype in (q.dtype, torch.float32) else self.sink.float()
         if self.sink is None or "sinks" in keywords:
-            result: torch.Tensor = attention(q, k, v, **keywords)
+            result: torch.Tensor = self.attention(q, k, v, **keywords)
             return result
-        out, lse = attention(q, k, v, return_lse=True, **keywords)
+        out, lse = self.attention(q, k, v, return_lse=True, **keywords)
         share = torch.sigmoid(lse - self.sink.squeeze(-1).to(lse.dtype))
         return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
 
@@ -365,6 +377,8 @@ def cuflash_mask(
     """
     if not is_traced():
         refuse_by_configuration(config.__class__)
+    if needs_no_mask(kwargs.get("mask_function"), attention_mask):
+        return None
     end = kv_offset + kv_length
     adds_to_masks = getattr(config, "model_type", None) in _ADD_TO_MASKS
     ends, whole = _ends_at(end, kwargs), is_whole(attention_mask, kv_offset, end)
