@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Never
 
 from ..problem.foreign import answers_foreign, refuse_foreign
+from ..problem.index_offsets import NO_OFFSETS, IndexOffsets
 from ..problem.operands import LSE_ONLY, VARLEN_OPS, VarlenArgs
 from ..problem.options import Array, WindowSize, options_key
 from ..runtime.call import run
@@ -37,6 +38,7 @@ def lse(
     block_mask: Any = None,
     bias: Any = None,
     sinks: Any = None,
+    index_offsets: IndexOffsets = NO_OFFSETS,
     check: bool = False,
     **foreign: Never,
 ) -> Array:
@@ -88,6 +90,8 @@ def lse(
         Floats to add to the scores, or bools: True is visible.
     sinks : array (heads_q,), optional
         One more logit of each head.
+    index_offsets : tuple of 2 to 4 ints, default (0, 0)
+        Positions of this call's first query, key, head and sequence in a larger call, for score_mod and mask_mod.
     check : bool, default False
         True reads the int32 arrays above from a GPU and validates them.
 
@@ -131,6 +135,7 @@ def lse(
         max_seqlen_k=max_seqlen_k,
         num_splits=num_splits,
         split_size=split_size,
+        index_offsets=index_offsets,
     )
     op = LSE_ONLY
     inputs: tuple[Any, ...] = (q, k)
