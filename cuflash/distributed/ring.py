@@ -18,7 +18,6 @@ from .. import backward, forward, merge_states
 from ..errors import UnsupportedError
 from .choice import ring_lacks
 from .exchange import start_shift
-from .rectangles import rectangles
 from .scheme import Call
 
 _forward: Any = forward  # overloads do not take keywords of a dict
@@ -67,9 +66,9 @@ def compute(
         if step == 0 and _keeps_order(call):
             state = _merged(state, _local(call, q, k, v, options))
         else:
-            for part in rectangles(call.layout, call.rank, source, call.window):
+            for part, more in call.rectangles(source):
                 rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
-                one = _forward(q[:, rows], ks, vs, return_lse=True, **part.mask(call.window), **options)
+                one = _forward(q[:, rows], ks, vs, return_lse=True, **more, **options)
                 state[0][:, rows], state[1][..., rows] = _merged((state[0][:, rows], state[1][..., rows]), one)
         if step < ranks - 1:
             work.wait()
@@ -105,11 +104,11 @@ def gradients(
             for total, grad in zip(new, results[1:], strict=True):
                 total[:, : grad.shape[1]] += grad
         else:
-            for part in rectangles(call.layout, call.rank, source, call.window):
+            for part, more in call.rectangles(source):
                 rows, columns = slice(*part.q), slice(*part.k)
                 some_dlse = None if dlse is None else dlse[..., rows]
                 grads = _backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns],
-                                           out[:, rows], lse[..., rows], dlse=some_dlse, **part.mask(call.window),
+                                           out[:, rows], lse[..., rows], dlse=some_dlse, **more,
                                            **options)  # fmt: skip
                 dq[:, rows] += grads[0]
                 for total, grad in zip(new, grads[1:], strict=True):
@@ -178,8 +177,8 @@ def _local_gradients(
 
 
 def _keeps_order(call: Call) -> bool:
-    """True if the mask depends on the order of positions alone, which a rank's rows keep, and not on distances."""
-    return call.window.left is None and call.window.right in (None, 0)
+    """True if only the order of positions matters, which a rank's rows keep, and neither distances nor indices."""
+    return call.window.left is None and call.window.right in (None, 0) and not call.drops
 
 
 def _first_lse(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
