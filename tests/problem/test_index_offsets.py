@@ -17,13 +17,13 @@ SHAPE = 2, 10, 4, 8
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("value", "expected"),
     [((1, 2), (1, 2, 0, 0)), ([0, 7, np.int64(3)], (0, 7, 3, 0)), ((1, 2, 3, 4), (1, 2, 3, 4))],
 )
-def test_missing_offsets_are_zero(given: Any, expected: tuple[int, ...]) -> None:
-    assert check_index_offsets(given) == expected
-    assert options_key(index_offsets=given) is options_key(index_offsets=expected)
-    assert options_key(index_offsets=given).is_cacheable
+def test_missing_offsets_are_zero(value: Any, expected: tuple[int, ...]) -> None:
+    assert check_index_offsets(value) == expected
+    assert options_key(index_offsets=value) is options_key(index_offsets=expected)
+    assert options_key(index_offsets=value).is_cacheable
 
 
 @pytest.mark.parametrize(
