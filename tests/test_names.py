@@ -38,6 +38,7 @@ OF_DROPOUT = (
     "tests/frameworks/test_jax_mods.py",
     "tests/kernels/test_dropout.py",
     "tests/kernels/test_dropout_bits.py",
+    "tests/kernels/test_index_offsets.py",
     "tests/reference/test_dropout.py",
     "tests/support/eager_torch.py",
     "tests/support/mod_calls.py",

@@ -11,8 +11,9 @@ import torch
 from ..frameworks.torch import attention
 from .exchange import exchange
 from .layout import Layout
+from .lengths import with_length
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
-from .scheme import Call, with_offsets
+from .scheme import Call
 
 
 class Fetch(NamedTuple):
@@ -39,13 +40,14 @@ def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
     results = []
     for piece, start in zip(fetch.pieces, fetch.starts, strict=True):
         rows, keys = piece.local, slice(start, start + piece.keys[1] - piece.keys[0])
-        mods = with_offsets(call.mods, q.device, q=piece.q_index, k=piece.k_index)
+        mods = with_length(call.mods, piece.seqlen, q.device)
         if (bias := mods.get("bias")) is not None:
             bias = bias[..., slice(*rows), :] if bias.shape[-2] > 1 else bias
             mods["bias"] = bias[..., slice(*piece.keys)] if bias.shape[-1] > 1 else bias
         window = (call.window.left, call.window.right)
         results.append(attention(q[:, slice(*rows)], k[:, keys], v[:, keys], window_size=window, return_lse=True,
-                                 diagonal_offset=piece.q_index - piece.k_index, **call.options, **mods))  # fmt: skip
+                                 diagonal_offset=piece.q_index - piece.k_index, index_offsets=piece.index_offsets,
+                                 **call.options, **mods))  # fmt: skip
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
@@ -53,7 +55,7 @@ def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
 def _is_one_call(call: Call, fetch: Fetch, batch: int) -> bool:
     """True if the pieces can be the packed sequences of one call: their diagonals then end at their last keys."""
     ends_with_keys = call.window.is_open or all(piece.ends_with_keys for piece in fetch.pieces)
-    has_indices = not call.mods.keys().isdisjoint(("score_mod", "mask_mod", "bias"))
+    has_indices = call.drops or not call.mods.keys().isdisjoint(("score_mod", "mask_mod", "bias"))
     return batch == 1 and len(fetch.pieces) > 1 and ends_with_keys and not has_indices
 
 

@@ -18,8 +18,9 @@ from jax import lax
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks import jax as on_device
 from ..frameworks.jax.call import static_of
+from ..frameworks.jax.mods import check_seed
 from ..frameworks.jax.primitives import backward
-from ..problem.options import Options, WindowSize, check_flag, check_window
+from ..problem.options import Options, WindowSize, check_dropout, check_flag, check_window, is_zero
 from .choice import SCHEMES, Scheme, choose, kv_copies, ulysses_lacks
 from .layout import Layout
 from .rectangles import Range, Rectangle, Window, needed_keys, pieces_of, rectangles
@@ -57,6 +58,8 @@ def attention(
     sinks: Any = None,
     score_mod: Any = None,
     mask_mod: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
     return_lse: bool = False,
 ) -> Any:
     """Computes attention over a sequence whose rows the devices of a mesh axis share, with gradients.
@@ -90,6 +93,10 @@ def attention(
         Returns the score that replaces a scaled one, by the indices of the whole problem. Only for "ulysses".
     mask_mod : function (b, h, q_idx, k_idx), optional
         Returns True for visible keys, by the same indices. Only for "ulysses".
+    dropout_p : float in [0, 1), default 0.0
+        Fraction of weights to drop: those that one call on the whole sequence drops; static. Only for "ulysses".
+    dropout_seed : int, key of jax.random, or array of one integer or two uint32
+        Seed, equal on all devices. Needed with dropout.
     return_lse : bool, default False
         Returns (out, lse) instead of out.
 
@@ -142,10 +149,15 @@ def attention(
     left, right = check_window(window_size)
     call = Call(layout, axis_name, Window(left, 0 if causal else right), softmax_scale, softcap)
     mods = {name: x for name, x in (("score_mod", score_mod), ("mask_mod", mask_mod)) if x is not None}
+    if not is_zero(dropout_p) and check_dropout(dropout_p):
+        mods |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    elif dropout_seed is not None:
+        check_seed(dropout_seed)
     if scheme == "auto":
         scheme = "ulysses" if mods else choose(layout, call.window, q.shape[2], k.shape[2])
     if mods and scheme != "ulysses":
-        raise UnsupportedError(f"scheme={scheme!r} has no {', '.join(mods)} in JAX; give scheme='ulysses'")
+        names = ", ".join(name for name in mods if name != "dropout_seed")
+        raise UnsupportedError(f"scheme={scheme!r} has no {names} in JAX; give scheme='ulysses'")
     out, lse = _SCHEMES[scheme](call, q, k, v, sinks, mods)
     return (out, lse) if return_lse else out
 
@@ -176,16 +188,21 @@ def _ulysses(call: Call, q: Any, k: Any, v: Any, sinks: Any, mods: dict[str, Any
     options: dict[str, Any] = {}
     if sinks is not None:
         options["sinks"] = lax.dynamic_slice_in_dim(sinks, first, heads_q // ranks)
-    if (score_mod := mods.get("score_mod")) is not None:
-        options["score_mod"] = lambda score, b, h, i, j: score_mod(score, b, h + first, i, j)
-    if (mask_mod := mods.get("mask_mod")) is not None:
-        options["mask_mod"] = lambda b, h, i, j: mask_mod(b, h + first, i, j)
-    if layout.is_packed:
-        bounds = np.array(layout.cu_seqlens, np.int32)
-        out, lse = _packed(call, q, k, v, bounds, bounds, **options)
-    else:
+
+    def attend(head: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        more = options | mods | {"index_offsets": (0, 0, head)}
+        if layout.is_packed:
+            bounds = np.array(layout.cu_seqlens, np.int32)
+            return _packed(call, q, k, v, bounds, bounds, **more)
         window = call.window.left, call.window.right
-        out, lse = _attention(q, k, v, window_size=window, return_lse=True, **options, **call.options)
+        out, lse = _attention(q, k, v, window_size=window, return_lse=True, **more, **call.options)
+        return out, lse
+
+    if mods:  # index offsets are static: a branch for each rank
+        branches = [functools.partial(attend, rank * (heads_q // ranks)) for rank in range(ranks)]
+        out, lse = lax.switch(lax.axis_index(axis), branches, q, k, v)
+    else:
+        out, lse = attend(0, q, k, v)
     out = lax.all_to_all(jnp.take(out, order, 1), axis, 1, 2, tiled=True)
     return out, lax.all_to_all(jnp.take(lse, order, 2), axis, 2, 1, tiled=True)
 
@@ -253,7 +270,7 @@ def _gather(call: Call, q: Any, k: Any, v: Any, sinks: Any, mods: dict[str, Any]
 def _branches(layout: Layout, step: int, window: Window) -> tuple[list[list[Rectangle]], Any]:
     """Returns the different lists of rectangles of a step of the ring, and which of them each rank has."""
     lists = [rectangles(layout, rank, (rank - step) % layout.ranks, window) for rank in range(layout.ranks)]
-    lists = [[part._replace(q_index=0, k_index=0) for part in parts] for parts in lists]
+    lists = [[part._replace(q_index=0, k_index=0, document=0) for part in parts] for parts in lists]
     different: list[list[Rectangle]] = []
     for parts in lists:
         if parts not in different:

@@ -27,7 +27,7 @@ class Rectangle(NamedTuple):
     """A dense call: rows `q` of one rank over rows `k` of another, local ranges (begin, end).
 
     diagonal_offset: that of the window within the rectangle; None if every query sees every key. q_index, k_index: the
-    positions of the first row and the first key in their document.
+    positions of the first row and the first key in their document. document: the number of that document.
     """
 
     q: Range
@@ -35,6 +35,12 @@ class Rectangle(NamedTuple):
     diagonal_offset: int | None
     q_index: int
     k_index: int
+    document: int = 0
+
+    @property
+    def index_offsets(self) -> tuple[int, ...]:
+        """Offsets to the indices of the whole problem: of query, key, head and sequence."""
+        return self.q_index, self.k_index, 0, self.document
 
     @property
     def num_pairs(self) -> int:
@@ -75,7 +81,8 @@ def rectangles(layout: Layout, rank_q: int, rank_k: int, window: Window, merge: 
                 rows = a - span.begin + span.local, b - span.begin + span.local
                 local_keys = c - other.begin + other.local, d - other.begin + other.local
                 offset = None if is_full else a - c
-                new = Rectangle(rows, local_keys, offset, a - document, c - document)
+                number = _number(layout, document)
+                new = Rectangle(rows, local_keys, offset, a - document, c - document, number)
                 if not merge or not _joined(rects, joinable, new):
                     rects.append(new)
     return rects
@@ -113,11 +120,17 @@ def _joined(rects: list[Rectangle], first: int, new: Rectangle) -> bool:
     return False
 
 
+def _number(layout: Layout, document: int) -> int:
+    """Returns the number of the document, not an empty one, whose first row this is."""
+    return bisect_right(layout.cu_seqlens, document) - 1
+
+
 class Piece(NamedTuple):
     """Consecutive rows of a rank in one document, and the keys that they see.
 
     local: range of local rows. keys: range of rows of the whole sequence. q_index, k_index: positions of the first row
-    and the first key in the document. ends_with_keys: True if the last row and the last key are the same.
+    and the first key in the document. ends_with_keys: True if the last row and the last key are the same. document,
+    seqlen: the number and the length of the document.
     """
 
     local: Range
@@ -125,6 +138,13 @@ class Piece(NamedTuple):
     q_index: int
     k_index: int
     ends_with_keys: bool
+    document: int = 0
+    seqlen: int = 0
+
+    @property
+    def index_offsets(self) -> tuple[int, ...]:
+        """Offsets to the indices of the whole problem: of query, key, head and sequence."""
+        return self.q_index, self.k_index, 0, self.document
 
 
 def pieces_of(layout: Layout, rank: int, window: Window) -> list[Piece]:
@@ -141,9 +161,9 @@ def pieces_of(layout: Layout, rank: int, window: Window) -> list[Piece]:
             if window.right is not None:
                 last = min(last, end + window.right)
             local = begin - span.begin + span.local
-            pieces.append(
-                Piece((local, local + end - begin), (first, last), begin - document, first - document, last == end)
-            )
+            indices = begin - document, first - document
+            of_document = _number(layout, document), layout.end_of(document) - document
+            pieces.append(Piece((local, local + end - begin), (first, last), *indices, last == end, *of_document))
     return pieces
 
 

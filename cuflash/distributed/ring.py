@@ -19,7 +19,6 @@ from .. import backward, forward
 from ..errors import UnsupportedError
 from .choice import ring_lacks
 from .exchange import start_shift
-from .rectangles import rectangles
 from .scheme import Call
 
 _forward: Any = forward  # overloads do not take keywords of a dict
@@ -70,10 +69,10 @@ def ring_forward(
             local, mask = _local(call, (q, k, v, *state))
             _forward(*local[:3], out=local[3], lse=local[4], accumulate=True, **mask, **options)
         else:
-            for part in rectangles(call.layout, call.rank, source, call.window):
+            for part, more in call.rectangles(source):
                 rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
-                _forward(q[:, rows], ks, vs, out=state[0][:, rows], lse=state[1][..., rows], accumulate=True,
-                         **part.mask(call.window), **options)  # fmt: skip
+                _forward(q[:, rows], ks, vs, out=state[0][:, rows], lse=state[1][..., rows], accumulate=True, **more,
+                         **options)  # fmt: skip
         if step < ranks - 1:
             work.wait()
     return state[0].to(q.dtype), state[1]
@@ -113,13 +112,13 @@ def ring_backward(
                                   **mask, **options)  # fmt: skip
             delta = delta.view(lse.shape)
         else:
-            for part in rectangles(call.layout, call.rank, source, call.window):
+            for part, more in call.rectangles(source):
                 rows, columns = slice(*part.q), slice(*part.k)
                 some = {"delta": delta, "dlse": dlse if delta is None else None}
                 some = {name: x[..., rows] for name, x in some.items() if x is not None}
                 targets = dq[:, rows], *(x[:, columns] for x in new)
                 _backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns], out[:, rows],
-                          lse[..., rows], grads_out=targets, **some, **part.mask(call.window), **options)  # fmt: skip
+                          lse[..., rows], grads_out=targets, **some, **more, **options)  # fmt: skip
         if returning is not None:
             sums, sent = returning
             sent.wait()
@@ -160,8 +159,8 @@ def _local(call: Call, arrays: Sequence[torch.Tensor]) -> tuple[list[torch.Tenso
 
 
 def _keeps_order(call: Call) -> bool:
-    """True if the mask depends on the order of positions alone, which a rank's rows keep, and not on distances."""
-    return call.window.left is None and call.window.right in (None, 0)
+    """True if only the order of positions matters, which a rank's rows keep, and neither distances nor indices."""
+    return call.window.left is None and call.window.right in (None, 0) and not call.drops
 
 
 def _first_lse(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

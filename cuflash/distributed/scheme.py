@@ -1,4 +1,4 @@
-"""The call of a scheme: layout, rank, group and options; and mods whose indices are those of the whole sequence."""
+"""The call of a scheme: layout, rank, group and options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .layout import Layout
-from .rectangles import Window
+from .rectangles import Rectangle, Window, rectangles
 
 # SMs that kernels leave to a transfer beside them: NCCL's thread blocks, one for each channel, share no SM with others.
 SM_MARGIN = 16
@@ -40,6 +40,17 @@ class Call:
         bias = self.mods.get("bias")
         return bias is not None and bias.shape[-2] > 1
 
+    @property
+    def drops(self) -> bool:
+        """True with dropout, whose weights depend on indices in the whole problem."""
+        return "dropout_p" in self.options
+
+    def rectangles(self, source: int) -> list[tuple[Rectangle, dict[str, Any]]]:
+        """Returns the rectangles of this rank's rows and another rank's keys, each with keywords of its own."""
+        parts = rectangles(self.layout, self.rank, source, self.window, merge=not self.drops)
+        offsets = [{"index_offsets": part.index_offsets} if self.drops else {} for part in parts]
+        return [(part, part.mask(self.window) | more) for part, more in zip(parts, offsets, strict=True)]
+
     @staticmethod
     def bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """Returns bounds of sequences as int32 on a device."""
@@ -49,24 +60,3 @@ class Call:
 @lru_cache(256)
 def _bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(bounds, dtype=torch.int32).to(device)
-
-
-def with_offsets(mods: dict[str, Any], device: torch.device, head: int = 0, q: int = 0, k: int = 0) -> dict[str, Any]:
-    """Returns mods whose functions are called with the indices of the whole problem, from those of a part.
-
-    Offsets are arrays without axes, so that one kernel serves all of them.
-    """
-    if mods.keys().isdisjoint(("score_mod", "mask_mod")):
-        return dict(mods)
-    head_0, q_0, k_0 = (_number(offset, device) for offset in (head, q, k))
-    mods = dict(mods)
-    if (score_mod := mods.get("score_mod")) is not None:
-        mods["score_mod"] = lambda score, b, h, i, j: score_mod(score, b, h + head_0, i + q_0, j + k_0)
-    if (mask_mod := mods.get("mask_mod")) is not None:
-        mods["mask_mod"] = lambda b, h, i, j: mask_mod(b, h + head_0, i + q_0, j + k_0)
-    return mods
-
-
-@lru_cache(256)
-def _number(value: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.int32).to(device)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks.torch import check_tensor
+from ..frameworks.torch.mods import check_seed
 from ..frameworks.torch.tensors import autocast, is_autocast, uncompiled
-from ..problem.options import WindowSize, check_flag, check_window
+from ..problem.options import WindowSize, check_dropout, check_flag, check_window, is_zero
 from ..units import kind_of
 from .choice import SCHEMES, Scheme, choose
 from .exchange import check_agreement, exchange
@@ -42,6 +43,8 @@ class DistributedOptions(TypedDict, total=False):
     mask_mod: Any
     bias: torch.Tensor | None
     sinks: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: int | torch.Tensor | None
     check: bool
 
 
@@ -87,6 +90,8 @@ def attention(
     mask_mod: Any = None,
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
     check: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes attention over a sequence whose rows the ranks of a group share, with gradients.
@@ -133,6 +138,10 @@ def attention(
         rank, seqlen): keys are those of the whole sequence, in its order. Not for "ring", nor with rows for "ulysses".
     sinks : Tensor (heads_q,), optional
         One more logit of each head, equal on all ranks.
+    dropout_p : float in [0, 1), default 0.0
+        Fraction of weights to drop. They are those that one call on the whole sequence drops, in every scheme.
+    dropout_seed : int or Tensor, optional
+        Seed as in `cuflash.forward`, equal on all ranks. Needed with dropout.
     check : bool, default False
         Compares the arguments of all ranks in this call; by default only in a group's first call.
 
@@ -174,7 +183,7 @@ def attention(
         "layout": layout, "group": group, "scheme": scheme, "softmax_scale": softmax_scale, "causal": causal,
         "window_size": window_size, "softcap": softcap, "deterministic": deterministic, "return_lse": return_lse,
         "num_splits": num_splits, "split_size": split_size, "score_mod": score_mod, "mask_mod": mask_mod, "bias": bias,
-        "sinks": sinks, "check": check,
+        "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "check": check,
     }  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
         # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
@@ -216,8 +225,15 @@ def attention(
     shapes = {"q, k and v (batch, heads, head_dim)": [(x.shape[0], *x.shape[2:]) for x in (q, k, v)]}
     check_agreement(group, {
         "layout": layout.key, **shapes, "dtype": q.dtype, "scheme": scheme, "window_size and causal": tuple(window),
-        **options, "score_mod, mask_mod, bias and sinks": sorted(mods),
+        **options, "score_mod, mask_mod, bias and sinks": sorted(mods), "dropout_p": dropout_p,
+        "dropout_seed": dropout_seed if check or not torch.is_tensor(dropout_seed) else "a tensor",
     }, check)  # fmt: skip
+    if not is_zero(dropout_p) and check_dropout(dropout_p):
+        if dropout_seed is None:
+            raise ProblemError("dropout_p is not 0, but there is no dropout_seed; give all ranks the same seed")
+        options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    elif dropout_seed is not None:
+        check_seed(dropout_seed, q)
     call = Call(layout, rank, group, window, options, mods)
     if scheme == "auto":
         scheme = choose(layout, window, q.shape[2], k.shape[2], mods, call.has_bias_rows)

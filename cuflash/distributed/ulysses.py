@@ -13,7 +13,7 @@ from ..frameworks.torch import attention
 from .choice import kv_copies, ulysses_lacks
 from .exchange import exchange
 from .layout import Layout
-from .scheme import Call, with_offsets
+from .scheme import Call
 
 
 def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,9 +33,9 @@ def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
         mods["sinks"] = sinks[mine]
     if bias is not None and bias.dim() > 2 and bias.shape[-3] > 1:
         mods["bias"] = bias[..., mine, :, :]
-    mods = with_offsets(mods, q.device, head=first)
     window = call.window
-    run = partial(attention, window_size=(window.left, window.right), return_lse=True, **call.options, **mods)
+    run = partial(attention, window_size=(window.left, window.right), return_lse=True, index_offsets=(0, 0, first),
+                  **call.options, **mods)  # fmt: skip
     if layout.is_packed:
         bounds = call.bounds_tensor(layout.cu_seqlens, q.device)
         longest = layout.longest_document

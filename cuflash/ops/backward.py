@@ -7,6 +7,7 @@ from typing import Any, Literal, Never, Unpack, overload
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.foreign import answers_foreign, refuse_foreign
+from ..problem.index_offsets import NO_OFFSETS, IndexOffsets
 from ..problem.operands import BACKWARD, VARLEN_OPS, Op, summing
 from ..problem.options import Array, WindowSize, check_flag, is_zero, options_key
 from ..problem.signatures import BackwardOptions
@@ -105,6 +106,7 @@ def backward(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
+    index_offsets: IndexOffsets = NO_OFFSETS,
     captured_grads: Sequence[Any] | None = None,
     check: bool = False,
     **foreign: Never,
@@ -186,6 +188,8 @@ def backward(
         Fraction of weights that `forward` dropped, in [0, 1).
     dropout_seed : int or array, optional
         Seed of dropout in `forward`.
+    index_offsets : tuple of 2 to 4 ints, default (0, 0)
+        Positions of this call's first query, key, head and sequence in a larger call, as in `forward`.
     captured_grads : tuple of arrays, optional
         Arrays whose gradients are returned, as the same objects: arrays that score_mod refers to, the bias or the
         sinks. Integers, bools and arrays that mask_mod alone refers to have no gradients.
@@ -275,6 +279,7 @@ def backward(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         dropout_p=dropout_p,
+        index_offsets=index_offsets,
     )
     outs = () if grads_out is None else _three(grads_out)
     op = BACKWARD

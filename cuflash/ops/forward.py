@@ -6,6 +6,7 @@ from typing import Any, Literal, Never, Unpack, overload
 
 from ..errors import ProblemError
 from ..problem.foreign import answers_foreign, refuse_foreign
+from ..problem.index_offsets import NO_OFFSETS, IndexOffsets
 from ..problem.operands import FORWARD, VARLEN_OPS, VarlenArgs, summing
 from ..problem.options import (
     Algorithm,
@@ -71,6 +72,7 @@ def forward(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
+    index_offsets: IndexOffsets = NO_OFFSETS,
     check: bool = False,
     **foreign: Never,
 ) -> Array | tuple[Array, Array]:
@@ -160,6 +162,9 @@ def forward(
         Seed of dropout: an int of 64 bits, or an array on the device of q. The array holds one such integer, or two of
         32 bits, the low one first. With an array, a CUDA graph may be replayed with other seeds. Equal seeds drop equal
         weights, in `backward` too.
+    index_offsets : tuple of 2 to 4 ints, default (0, 0)
+        Positions of this call's first query, key, head and sequence in a larger call, of which it is a part; the last
+        two may be left out. They are added to the indices that score_mod, mask_mod and dropout get (see Notes).
     check : bool, default False
         True reads the int32 arrays above from a GPU and validates them; this waits for the caller's stream. It is an
         UnsupportedError for traced arrays, and while a CUDA graph is captured.
@@ -197,6 +202,13 @@ def forward(
     the values of these arrays. Negative indices count from the end, and others outside are clamped. `cuflash.mods`
     lists the types in which they compute: masks are exact for captured float64 and for integers beyond int32. A score
     of at most -1e37 weighs nothing.
+
+    Index offsets. A call on slices, with the positions where they begin, is the part of one call on the whole: with
+    dropout, score_mod and mask_mod, and in gradients. causal, window_size, diagonal_offset, a bias, sinks, seqlen_q()
+    and seqlen_k() stay those of the call. For several sequences of one call, all have the same offsets of query and
+    key. A block_mask holds tiles without offsets and is refused beside them. Offsets are integers in host memory, of at
+    least 0; offset plus length stays within 2^30 - 4096. All offsets share a kernel, except that dropout has another
+    one where the offset of keys is no multiple of 32: it draws 2.5 to 4 times as many random numbers.
 
     Equal bits. With split_size, the bits of a row depend only on its q and on the keys and values that it sees. This
     holds for out and lse on one kind of GPU: dense, packed, in a cache, in pages, and beside any other queries. One
@@ -260,6 +272,7 @@ def forward(
         split_size=split_size,
         sm_margin=sm_margin,
         dropout_p=dropout_p,
+        index_offsets=index_offsets,
     )
     # Type check inlined: this is the hot path.
     return_lse = return_lse if type(return_lse) is bool else check_flag("return_lse", return_lse)

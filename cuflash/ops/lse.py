@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Never
 
 from ..problem.foreign import answers_foreign, refuse_foreign
+from ..problem.index_offsets import NO_OFFSETS, IndexOffsets
 from ..problem.operands import LSE_ONLY, VARLEN_OPS, VarlenArgs
 from ..problem.options import Array, WindowSize, options_key
 from ..runtime.call import run
@@ -38,6 +39,7 @@ def lse(
     block_mask: Any = None,
     bias: Any = None,
     sinks: Any = None,
+    index_offsets: IndexOffsets = NO_OFFSETS,
     check: bool = False,
     **foreign: Never,
 ) -> Array:
@@ -91,6 +93,8 @@ def lse(
         Floats to add to the scores, or bools: True is visible.
     sinks : array (heads_q,), optional
         One more logit of each head.
+    index_offsets : tuple of 2 to 4 ints, default (0, 0)
+        Positions of this call's first query, key, head and sequence in a larger call, for score_mod and mask_mod.
     check : bool, default False
         True reads the int32 arrays above from a GPU and validates them.
 
@@ -135,6 +139,7 @@ def lse(
         num_splits=num_splits,
         split_size=split_size,
         sm_margin=sm_margin,
+        index_offsets=index_offsets,
     )
     op = LSE_ONLY
     inputs: tuple[Any, ...] = (q, k)

@@ -17,7 +17,8 @@ from ..mods.analysis.intervals import Band, band
 from ..mods.graph.graph import Graph
 from ..mods.tracing.operand import is_integer, name_of_dtype
 from ..mods.tracing.trace import trace
-from ..problem.mod_spec import BIAS_AXES, Bias, ModSpec, captured, make_mod_spec
+from ..problem.dropout import COUNTER_KEYS
+from ..problem.mod_spec import BIAS_AXES, Bias, ModSpec, Offsets, captured, make_mod_spec
 from ..problem.operands import Op, Sizes, banded, mod_op
 from ..problem.options import Options, check_dropout, is_zero
 from ..units import kind_of
@@ -91,7 +92,17 @@ def resolve_mods(
     sizes = None if block_mask is None else block_mask.sizes
     fits = not varlen_args or mask is None or (mask_band := band(mask.root)) is None or _fits(mask_band, options)
     digests = None if score is None else score.digest, None if mask is None else mask.digest
-    key = plain, *digests, bias, has_sinks, drops, sizes, fits
+    offsets, band_shift = Offsets.NONE, 0
+    if any(options.index_offsets) and (drops or score is not None or mask is not None):
+        if block_mask is not None:
+            raise ProblemError(
+                f"block_mask with index_offsets={options.index_offsets}: its tiles are those of a call without them; "
+                "give the mask_mod instead, whose tiles the call computes"
+            )
+        q_offset, k_offset, *_ = options.index_offsets
+        offsets = Offsets.ANY if drops and k_offset % COUNTER_KEYS else Offsets.ALIGNED
+        band_shift = 0 if mask is None else q_offset - k_offset
+    key = plain, *digests, bias, has_sinks, drops, sizes, fits, offsets, band_shift
     if (kind := _call_kinds.get(key)) is None:
         if len(_call_kinds) >= MAX_KEYS:
             _call_kinds.clear()
@@ -131,28 +142,30 @@ class _CallKind(NamedTuple):
     has_mask: bool
 
 
-# The plain op, digests of score_mod and mask_mod, the bias, has_sinks, drops, sizes of the block mask, and
-# True if the arguments of a plain call can express the mask.
-_Key = tuple[Op, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool]
+# The plain op, digests of score_mod and mask_mod, the bias, has_sinks, drops, sizes of the block mask, True if the
+# arguments of a plain call can express the mask, kind of index offsets, and the offset of queries less that of keys if
+# there is a mask.
+_Key = tuple[Op, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool, Offsets, int]
 MAX_KEYS = 1024
 _call_kinds: dict[_Key, _CallKind] = {}
 
 
 def _call_kind(key: _Key, score: Graph | None, mask: Graph | None) -> _CallKind:
-    plain, _, _, bias, has_sinks, drops, sizes, fits = key
+    plain, _, _, bias, has_sinks, drops, sizes, fits, offsets, band_shift = key
     has_block_mask = sizes is not None
     mask_band = None if mask is None or not fits else band(mask.root)
     if mask_band is not None:
         mask, has_block_mask = None, False
-        mask_band = None if sizes is None and mask_band.is_open else mask_band
-    mod_spec = make_mod_spec(score, mask, bias, has_sinks, drops, has_block_mask)
+        mask_band = None if sizes is None and mask_band.is_open else mask_band.shifted(band_shift)
+    offsets = offsets if drops or score is not None or mask is not None else Offsets.NONE
+    mod_spec = make_mod_spec(score, mask, bias, has_sinks, drops, has_block_mask, offsets)
     kind = _CallKind(mod_spec, plain, mask_band, mask is not None)
     return kind._replace(op=_op_of(key, kind, ()))
 
 
 def _op_of(key: _Key, kind: _CallKind, grads: tuple[int, ...]) -> Op:
     """Returns the op of a call of this kind. grads: numbers of the arrays whose gradients it returns."""
-    plain, *_, sizes, _ = key
+    plain, *_, sizes, _, _, _ = key
     op = kind.op
     if kind.mod_spec.changes:
         op = mod_op(plain, kind.mod_spec, grads, sizes if kind.mod_spec.has_block_mask else None)

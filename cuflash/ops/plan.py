@@ -17,6 +17,7 @@ from ..problem.array_spec import ArraySpec
 from ..problem.checks import check_output
 from ..problem.dtypes import check_dtype, named_dtype
 from ..problem.foreign import answers_foreign
+from ..problem.index_offsets import NO_OFFSETS, IndexOffsets
 from ..problem.mod_arrays import check_mod_array
 from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs, summing
 from ..problem.options import (
@@ -75,6 +76,7 @@ def plan(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
+    index_offsets: IndexOffsets = NO_OFFSETS,
     captured_grads: Sequence[Any] | None = None,
 ) -> Plan:
     """Returns the plan of a call: its kernels, tiles, grids and memory.
@@ -154,6 +156,8 @@ def plan(
         Fraction of weights to drop, in [0, 1). Not for op="lse".
     dropout_seed : int or array, optional
         Seed of dropout. It may be left out.
+    index_offsets : tuple of 2 to 4 ints, default (0, 0)
+        Positions of this call's first query, key, head and sequence in a larger call.
     captured_grads : tuple of arrays or shapes, optional
         Arrays whose gradients are returned; shapes stand for the bias and the sinks. Only for op="backward".
 
@@ -219,6 +223,7 @@ def plan(
         split_size=split_size,
         sm_margin=sm_margin,
         dropout_p=dropout_p,
+        index_offsets=index_offsets,
     ).options
     varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
     varlen_kwargs = varlen_args._asdict()

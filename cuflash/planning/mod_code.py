@@ -16,7 +16,7 @@ from ..mods.analysis.bounds import abs_bound, assume_causal
 from ..mods.codegen.cuda import print_struct
 from ..mods.codegen.hoisting import ADDEND, SOFTMAX_SCALE
 from ..mods.graph.derivative import differentiate
-from ..mods.graph.graph import CapturedArray, Node, post_order, variable
+from ..mods.graph.graph import INDEX_OFFSETS, CapturedArray, Node, post_order, variable
 from ..mods.graph.operations import Type
 from ..mods.graph.simplify import build, constant, pick_form
 from ..problem.array_spec import ArraySpec
@@ -132,18 +132,20 @@ def _generate(
         "BLOCK_SPARSE": 0 if not is_sparse else 2 if mod_spec.tiles_are_of_mask else 1,
         "SHORT_OFFSETS": int(is_short),
     }
+    if mod_spec.offsets:
+        constants["INDEX_OFFSETS"] = int(mod_spec.offsets)
     return _as_code(mod_spec, text, constants)
 
 
 def _print(mod_spec: ModSpec, roots: Sequence[Node], results: Sequence[str], runs: _Runs) -> str:
     """Returns the text of the struct of these functions."""
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
-    return print_struct(roots, arrays, "ModFunctions", results, EXACT, dict(runs))
+    return print_struct(roots, arrays, "ModFunctions", results, EXACT, dict(runs), bool(mod_spec.offsets))
 
 
 def _as_code(mod_spec: ModSpec, text: str, constants: dict[str, int]) -> ModCode:
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    words = MORE_WORDS + sum(words_of(each.rank) for each in mod_spec.arrays)
+    words = MORE_WORDS + sum(words_of(each.rank) for each in mod_spec.arrays) + offset_words(mod_spec)
     arrays = enumerate(mod_spec.arrays)
     pairs = [(each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text]
     return ModCode(digest, text, tuple(constants.items()), words, tuple(pairs))
@@ -178,6 +180,11 @@ def words_of(rank: int) -> int:
     """Returns the number of 8-byte words of a captured array: its pointer, strides and extents."""
     axes = max(rank, 1)
     return 1 + axes + -(-axes // 2)
+
+
+def offset_words(mod_spec: ModSpec) -> int:
+    """Returns the number of 8-byte words of index offsets, between the captured arrays and `ModParams`."""
+    return len(INDEX_OFFSETS) // 2 if mod_spec.offsets else 0
 
 
 def gradient_code(problem: Problem, derivative: Node, table_indices: tuple[Node, ...], stays: bool) -> ModCode:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..mods.graph.graph import CapturedArray, Graph, Node, node, post_order, variable
+from ..mods.graph.graph import INDEX_OFFSETS, CapturedArray, Graph, Node, node, post_order, variable
 from ..mods.graph.operations import DIVISIONS, Type
 from ..mods.graph.simplify import build, constant, load, rebuilt
 
@@ -20,6 +21,16 @@ LEAST_SCORE = -1e37  # scores up to it weigh nothing: models add the least numbe
 PAIR = ("score", "q_idx", "k_idx")  # inputs that vary within a head
 # Indices of the axes of a bias, which may lack the first ones.
 BIAS_AXES = ("b", "h", "q_idx", "k_idx")
+_ARGUMENTS = ("q_idx", "k_idx", "h", "b")  # in the order of INDEX_OFFSETS
+_SHIFTED = {variable(x): build("add", variable(x), variable(y)) for x, y in zip(_ARGUMENTS, INDEX_OFFSETS, strict=True)}
+
+
+class Offsets(IntEnum):
+    """The index offsets that code reads: none, those of keys a multiple of `COUNTER_KEYS`, or any."""
+
+    NONE = 0
+    ALIGNED = 1
+    ANY = 2
 
 
 class ArrayKind(NamedTuple):
@@ -48,6 +59,7 @@ class ModSpec:
     has_sinks, drops, has_block_mask: True if the call has sinks, dropout, or a block mask argument.
     digest: identifies all that code depends on.
     mask_tile_axes: axes along which the block mask's tiles differ, which may not be broadcast.
+    offsets: the index offsets that functions and dropout add to their indices.
     """
 
     score: Node | None = field(compare=False)
@@ -58,6 +70,7 @@ class ModSpec:
     has_block_mask: bool = field(compare=False)
     digest: str
     mask_tile_axes: tuple[str, ...] = field(compare=False, default=())
+    offsets: Offsets = field(compare=False, default=Offsets.NONE)
 
     @property
     def changes(self) -> bool:
@@ -82,20 +95,21 @@ class ModSpec:
             for each in order
         ]
         ends = [None if root is None else indices[root] for root in roots]
-        flags = self.has_sinks, self.drops, self.has_block_mask
+        flags = self.has_sinks, self.drops, self.has_block_mask, *([self.offsets] if self.offsets else [])
         return [nodes, ends, self.arrays, flags, self.digest, self.mask_tile_axes]
 
     @classmethod
     def decoded(cls, encoded: list[Any]) -> ModSpec:
         """Returns the inverse of `encoded`, in any process."""
-        rows, ends, arrays, (has_sinks, drops, has_block_mask), digest, mask_tile_axes = encoded
+        rows, ends, arrays, (has_sinks, drops, has_block_mask, *offsets), digest, mask_tile_axes = encoded
         nodes: list[Node] = []
         for op, type, arguments, value, *ranges in rows:  # programs of older versions have one range
             limits = (None if range is None else tuple(range) for range in ranges)
             nodes.append(node(op, Type(type), [nodes[index] for index in arguments], value, *limits))
         score, mask = (None if index is None else nodes[index] for index in ends)
         kinds = tuple(ArrayKind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
-        return cls(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes))
+        flags = has_sinks, drops, has_block_mask
+        return cls(score, mask, kinds, *flags, digest, tuple(mask_tile_axes), *map(Offsets, offsets))
 
     # Nodes are interned, and pickle would recurse from each to its arguments.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,14 +128,19 @@ def make_mod_spec(
     has_sinks: bool = False,
     drops: bool = False,
     has_block_mask: bool = False,
+    offsets: Offsets = Offsets.NONE,
 ) -> ModSpec:
-    """Returns the changes of a call. Its arrays are in the order score_mod, mask_mod, bias."""
+    """Returns the changes of a call. Its arrays are in the order score_mod, mask_mod, bias.
+
+    The functions are called with the sums of indices and offsets. A bias has the indices of the call.
+    """
+    new = _SHIFTED if offsets else {}
     graphs = (score_mod, mask_mod)
     digests = tuple(None if each is None else each.digest for each in graphs)
     kinds: list[ArrayKind] = []
     roots = []
     for graph in graphs:
-        roots.append(None if graph is None else substituted(graph.root, {}, len(kinds)))
+        roots.append(None if graph is None else substituted(graph.root, new, len(kinds)))
         for each in () if graph is None else graph.arrays:
             kinds.append(ArrayKind(f"captured{len(kinds)}", each.dtype, len(each.shape), each.type))
     score, mask = roots
@@ -141,8 +160,9 @@ def make_mod_spec(
         mask = None
     inputs = mask_mod.root.inputs if has_block_mask and mask_mod is not None else ()
     axes = tuple(axis for name, axis in (("b", "batch"), ("h", "heads_q")) if name in inputs)
-    digest = repr((digests, bias, has_sinks, drops, has_block_mask))
-    return ModSpec(score, mask, tuple(kinds), has_sinks, drops, has_block_mask, digest, axes)
+    flags = has_sinks, drops, has_block_mask
+    digest = repr((digests, bias, *flags, *([int(offsets)] if offsets else [])))
+    return ModSpec(score, mask, tuple(kinds), *flags, digest, axes, offsets)
 
 
 def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node:

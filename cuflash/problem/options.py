@@ -18,6 +18,7 @@ from ..mods.tracing.operand import is_array, is_integer, is_real
 from ..units import kind_of
 from .dropout import SHARES, share_kept
 from .dtypes import DTYPES, is_dtype, named_dtype
+from .index_offsets import NO_OFFSETS, IndexOffsets, check_index_offsets
 
 
 class DtypeObject(Protocol):
@@ -226,6 +227,7 @@ class Options(NamedTuple):
     sm_margin: Annotated[int, Option(_sm_margin)] = 0
     q_same_position: Annotated[bool, Option(_flag("q_same_position"), ("append_kv",))] = False
     rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
+    index_offsets: Annotated[IndexOffsets, Option(lambda value, _: check_index_offsets(value))] = NO_OFFSETS
 
     def key(self) -> tuple[Any, ...]:
         """Returns the options with the types of their values: 1, 1.0 and True are equal, but not all are legal."""
@@ -290,13 +292,17 @@ def options_key(
     sm_margin: int = 0,
     q_same_position: bool = False,
     rotary_interleaved: bool = False,
+    index_offsets: IndexOffsets = NO_OFFSETS,
 ) -> OptionsKey:
     """Returns the key of a call's keyword arguments, which `Problem.from_specs` validates."""
+    if index_offsets is not NO_OFFSETS:  # validated here, as the key does not compare the types of a tuple's items
+        index_offsets = check_index_offsets(index_offsets)
     if type(window_size) is not tuple and isinstance(window_size, (tuple, list)):
         window_size = tuple(window_size)  # type: ignore[assignment]
     values = (
         softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
         max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p, sm_margin, q_same_position, rotary_interleaved,
+        index_offsets,
     )  # fmt: skip
     if type(window_size) is tuple and len(window_size) == 2:
         try:
@@ -310,7 +316,9 @@ def options_key(
 @lru_cache(MAX_KEYS, typed=True)
 def _cached_key(left: Any, right: Any, *values: Any) -> OptionsKey:
     options = Options(*values)
-    if not all(isinstance(x, _PLAIN) or is_dtype(x) for x in (left, right, *values) if x is not options.window_size):
+    tuples = options.window_size, options.index_offsets
+    plain = (x for x in (left, right, *values) if not any(x is each for each in tuples))
+    if not all(isinstance(x, _PLAIN) or is_dtype(x) for x in plain):
         raise TypeError
     return OptionsKey(options, True)
 

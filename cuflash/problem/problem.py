@@ -12,6 +12,7 @@ from . import append, block_mask
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
 from .dtypes import DTYPES
+from .index_offsets import check_indices
 from .mask import Mask
 from .mod_arrays import check_block_mask, check_mod_array
 from .operands import INTEGERS, MISSING_AXES, MOD_KINDS, Op, Operand
@@ -97,6 +98,7 @@ class Problem(NamedTuple):
             axes = {**layout, **lengths}
         arguments = options.causal, options.window_size, options.diagonal_offset
         mask = Mask.from_options(lengths["seqlen_q"], lengths["seqlen_k"], *arguments)
+        check_indices(options.index_offsets, lengths)
         if band is not None:
             mask = mask.within(band)
             varlen = None if varlen is None else varlen.within(band)

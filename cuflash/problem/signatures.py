@@ -6,6 +6,7 @@ The functions list all keywords; tests/problem/test_signatures.py compares them 
 from collections.abc import Sequence
 from typing import Any, Generic, TypedDict
 
+from .index_offsets import IndexOffsets
 from .options import Algorithm, Array, OutDtype, WindowSize
 
 
@@ -32,6 +33,7 @@ class SharedOptions(TypedDict, Generic[Array], total=False):
     sinks: Array | None
     dropout_p: float
     dropout_seed: Any
+    index_offsets: IndexOffsets
 
 
 class ForwardOptions(SharedOptions[Any], total=False):

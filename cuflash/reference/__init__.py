@@ -75,7 +75,7 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
     assert op.mod_spec is not None
     if op.name == "block_mask":
         return [_mask_tiles(problem, op.mod_spec, named)]
-    plain, mod_scores = op.plain, ModScores.from_spec(op.mod_spec, named, problem.options.dropout_p)
+    plain, mod_scores = op.plain, ModScores.from_spec(op.mod_spec, named, problem.options)
     assert plain is not None
     names = [each.name.removeprefix("d") for each in op.outputs[len(plain.outputs) :]]
     numbers = {each.name: number for number, each in enumerate(op.mod_spec.arrays)}

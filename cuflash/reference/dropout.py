@@ -49,8 +49,9 @@ def is_kept(seed: int, dropout_p: float, b: Any, h: Any, q_idx: Any, k_idx: Any)
 
 
 def scales_at(indices: Mapping[str, Any], seed: int, dropout_p: float, dtype: Any) -> Any:
-    """Returns the factors of weights at these indices: 0 if dropped, else 1 / (kept fraction)."""
-    keep = is_kept(seed, dropout_p, *(indices[name] for name in ("b", "h", "q_idx", "k_idx")))
+    """Returns the factors of weights at these indices plus offsets: 0 if dropped, else 1 / (kept fraction)."""
+    pairs = ("b", "b_offset"), ("h", "h_offset"), ("q_idx", "q_offset"), ("k_idx", "k_offset")
+    keep = is_kept(seed, dropout_p, *(indices[name] + indices.get(offset, 0) for name, offset in pairs))
     return np.where(keep, SHARES / share_kept(dropout_p), 0).astype(dtype)
 
 

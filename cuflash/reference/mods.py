@@ -22,9 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..mods.graph.derivative import differentiate
-from ..mods.graph.graph import Node
+from ..mods.graph.graph import INDEX_OFFSETS, Node
+from ..problem.index_offsets import NO_OFFSETS, IndexOffsets
 from ..problem.mod_arrays import MASK_TILE
 from ..problem.mod_spec import LEAST_SCORE, SCORE, ModSpec
+from ..problem.options import Options
 from ..problem.problem import Problem
 from . import dropout
 from .block_mask import EMPTY
@@ -71,6 +73,7 @@ class ModScores:
 
     score, mask: as in `ModSpec`; they load from `arrays`. sinks: (heads_q,). mask_tiles: of a block mask, as from
     `block_mask.mask_tiles_of`; batch or heads may be 1.
+    index_offsets: what is added to the indices of query, key, head and sequence for the functions and dropout.
     first_batch, first_key: index of the first sequence and key, if a problem is a part of the call.
     seqlen_q, seqlen_k: lengths of the whole sequence in that case, else None.
     """
@@ -82,18 +85,20 @@ class ModScores:
     dropout_p: float = 0.0
     dropout_seed: int = 0
     mask_tiles: Array | None = None
+    index_offsets: IndexOffsets = NO_OFFSETS
     first_batch: int = 0
     first_key: int = 0
     seqlen_q: int | None = None
     seqlen_k: int | None = None
 
     @classmethod
-    def from_spec(cls, mod_spec: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
+    def from_spec(cls, mod_spec: ModSpec, named: Mapping[str, Array], options: Options) -> ModScores:
         """Returns the mods of a call. named: the call's arrays by operand name."""
         arrays = [named[each.name] for each in mod_spec.arrays]
         seed = dropout.seed_of(named["dropout_seed"]) if mod_spec.drops else 0
-        share = dropout_p if mod_spec.drops else 0.0
-        return cls(mod_spec.score, mod_spec.mask, arrays, named.get("sinks"), share, seed, named.get("mask_tiles"))
+        share = options.dropout_p if mod_spec.drops else 0.0
+        more = named.get("sinks"), share, seed, named.get("mask_tiles"), options.index_offsets
+        return cls(mod_spec.score, mod_spec.mask, arrays, *more)
 
     @property
     def derivatives(self) -> dict[Node, Node]:
@@ -113,6 +118,7 @@ class ModScores:
             "k_idx": self.first_key + np.arange(keys.start, keys.stop),
             "seqlen_q": problem.seqlen_q if self.seqlen_q is None else self.seqlen_q,
             "seqlen_k": problem.seqlen_k if self.seqlen_k is None else self.seqlen_k,
+            **dict(zip(INDEX_OFFSETS, self.index_offsets, strict=False)),
         }
 
     def sees_none(self, batch_idx: int, heads: slice, queries: slice, keys: slice) -> bool:

@@ -6,7 +6,7 @@ import struct
 from typing import NamedTuple
 
 from ..planning.block_mask import mask_tile_strides
-from ..planning.mod_code import words_of
+from ..planning.mod_code import offset_words, words_of
 from ..problem.dropout import share_kept
 from ..problem.problem import Problem
 from .device_memory import zero
@@ -14,6 +14,7 @@ from .device_memory import zero
 # Strides of the mask tiles by batch and by head, mask tiles of a row, 1 if sinks are float32, weights kept of 2^16, and
 # their factor.
 _NUMBERS = struct.Struct("=2q3if8x")
+_OFFSETS = struct.Struct("=4i")  # of query, key, head and sequence
 
 
 class ModWordOffsets(NamedTuple):
@@ -42,6 +43,9 @@ def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModWordO
         for axis, extent in enumerate(spec.shape or (1,)):
             ints[begin + axis] = 1 if 0 in spec.shape else extent
         word += words_of(each.rank)
+    if mod_spec.offsets:
+        _OFFSETS.pack_into(packed, 8 * word, *problem.options.index_offsets)
+        word += offset_words(mod_spec)
     sinks = problem.specs[index["sinks"]] if mod_spec.has_sinks else None
     if sinks is not None:
         offsets.plain.append((index["sinks"], word))

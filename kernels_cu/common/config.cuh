@@ -87,6 +87,15 @@ constexpr bool kScoreModMayMask = false, kModsTogether = false;
 constexpr bool kHasMods = false, kScoreMod = false, kMaskMod = false, kScoreModGrad = false, kSteepSlope = false;
 constexpr bool kSinks = false, kDropout = false, kBlockSparse = false, kSkipsFullTiles = false, kShortOffsets = false;
 #endif
+// Index offsets of a call that is a part of a larger one. The printed functions add them; common/dropout.cuh says how
+// keys at any offset take their bits.
+enum class IndexOffsets { kNone, kAligned, kAny };
+#ifdef CUFLASH_INDEX_OFFSETS
+constexpr IndexOffsets kIndexOffsets = static_cast<IndexOffsets>(CUFLASH_INDEX_OFFSETS);
+#else
+constexpr IndexOffsets kIndexOffsets = IndexOffsets::kNone;
+#endif
+
 // True if the block lists of variable-length sequences include the sequence data that mods read
 // (common/visible_rows.cuh).
 #ifdef CUFLASH_LISTS_SEQLENS

@@ -4,6 +4,10 @@
 //
 // Dropped weights become zero. Kept weights are multiplied by scale() later, at a point where the kernel multiplies
 // anyway: scaled at once, float16 weights might overflow.
+//
+// Index offsets are added to q, k, head and sequence (kIndexOffsets). If that of keys is no multiple of 32, a lane
+// finds the counter and the word of its keys at run time. Neighbouring keys may then have different counters, and each
+// takes one more counter for 128 keys or less: 2.5 to 4 times as many random numbers.
 #pragma once
 #include "params.cuh"
 
@@ -43,7 +47,7 @@ struct DropoutOf {
   unsigned seed[2];
 
   __device__ __forceinline__ DropoutOf(const Params& params, int sequence_idx, int query_head)
-      : mod_params(params), sequence(sequence_idx), head(query_head) {
+      : mod_params(params), sequence(sequence_idx + offset<3>(params)), head(query_head + offset<2>(params)) {
     if constexpr (kDropout) seed[0] = __ldg(params.seed), seed[1] = __ldg(params.seed + 1);
   }
 
@@ -55,6 +59,7 @@ struct DropoutOf {
 
   // True if the weight is kept.
   __device__ __forceinline__ bool keeps(int query, int key) const {
+    key += any_key_offset();
     const PhiloxWords x = words_of(key / 32, key % 8 / 2, query);
     const unsigned of_first = key / 8 % 2 == 0 ? x.words[0] : x.words[1];  // selected: an index would need local memory
     const unsigned of_second = key / 8 % 2 == 0 ? x.words[2] : x.words[3];
@@ -83,7 +88,15 @@ struct DropoutOf {
   // lanes exchange bits.
   template <bool kAligned, int kFragments, int kCount>
   __device__ __forceinline__ void kept_of_keys(Kept<kCount> (&kept)[kFragments], int key, int query, int lane) const {
-    if constexpr (kDropout) {
+    if constexpr (kDropout && kIndexOffsets == IndexOffsets::kAny) {
+      const int first = key + any_key_offset() + lane / 4;
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        const int column = 8 * (i / 2) + 2 * (lane % 4) + i % 2;
+        visit_each_8th<2 * kFragments>(
+            first, query + column, [&](int n, bool stays) { kept[n / 2].set(i / 2 * 4 + n % 2 * 2 + i % 2, stays); });
+      }
+    } else if constexpr (kDropout) {
       constexpr int kStep = kAligned && kFragments % 2 == 0 ? 2 : 1;  // fragments per counter
       const int row = lane / 4, is_odd = row % 2;
       const unsigned this_half = is_odd ? 0x7632 : 0x5410, other_half = is_odd ? 0x5410 : 0x7632;
@@ -111,8 +124,41 @@ struct DropoutOf {
   }
 
  private:
+  // Returns the offset of queries (0), keys (1), heads (2) or sequences (3).
+  template <int kAxis>
+  __device__ __forceinline__ static int offset(const Params& params) {
+    if constexpr (kDropout && kIndexOffsets != IndexOffsets::kNone) return params.index_offsets[kAxis];
+    else return 0;
+  }
+
+  // Returns the offset of keys, if groups of counters do not begin at multiples of it.
+  __device__ __forceinline__ int any_key_offset() const {
+    return kIndexOffsets == IndexOffsets::kAny ? offset<1>(mod_params) : 0;
+  }
+
   __device__ __forceinline__ PhiloxWords words_of(int group, int pair, int query) const {
-    return philox({{4u * group + pair, static_cast<unsigned>(query), head, sequence}}, seed[0], seed[1]);
+    const int first = kIndexOffsets == IndexOffsets::kAligned ? offset<1>(mod_params) / 32 : 0;
+    const unsigned row = query + offset<0>(mod_params);
+    return philox({{4u * (first + group) + pair, row, head, sequence}}, seed[0], seed[1]);
+  }
+
+  // Visits the key at index `key`, which includes the offset, and each 8th key after it, kKeys in all.
+  template <int kKeys, class Visit>
+  __device__ __forceinline__ void visit_each_8th(int key, int query, const Visit& visit_key) const {
+    constexpr int kPiece = 16;  // keys whose bits, with three before or after them, fit into a word
+#pragma unroll
+    for (int n = 0; n < kKeys; n += kPiece) {
+      unsigned bits = 0;
+#pragma unroll 1  // unrolled, several counters at once spill registers
+      for (int m = 0; m < kPiece / 4 + 1 && 4 * m < kKeys - n + 3; ++m) {
+        const PhiloxWords x = words_of(key / 32 + n / 4 + m, key % 8 / 2, query);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bits |= static_cast<unsigned>(is_kept(x.words[i], key % 2)) << (4 * m + i);
+      }
+      bits >>= key / 8 % 4;
+#pragma unroll
+      for (int i = 0; i < kPiece && n + i < kKeys; ++i) visit_key(n + i, (bits >> i & 1) != 0);
+    }
   }
 
   __device__ __forceinline__ bool is_kept(unsigned word, int half) const {
@@ -125,18 +171,26 @@ struct DropoutOf {
   template <bool kAligned, int kCount, class Rows, class Visit>
   __device__ __forceinline__ void visit(Rows rows, int key, int column_pair, const Visit& visit_register) const {
     static_assert(kCount % 8 == 0, "columns are whole steps of 16 keys");
+    if constexpr (kIndexOffsets == IndexOffsets::kAny) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      PhiloxWords x = {};
+      for (int i = 0; i < 4; ++i) {
+        const int first = key + any_key_offset() + 2 * column_pair + i % 2;
+        visit_each_8th<kCount / 4>(first, rows[i / 2], [&](int n, bool stays) { visit_register(4 * n + i, stays); });
+      }
+    } else {
 #pragma unroll
-      for (int n = 0; n < kCount / 8; ++n) {  // 16 keys
-        const int step = key / 16 + n;
-        const bool second = kAligned ? n % 2 == 1 : step % 2 == 1;
-        if (n == 0 || !second) x = words_of(step / 2, column_pair, rows[half]);
-        const unsigned of_columns[2] = {second ? x.words[2] : x.words[0], second ? x.words[3] : x.words[1]};
+      for (int half = 0; half < 2; ++half) {
+        PhiloxWords x = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          visit_register(8 * n + i / 2 * 4 + 2 * half + i % 2, is_kept(of_columns[i / 2], i % 2));
+        for (int n = 0; n < kCount / 8; ++n) {  // 16 keys
+          const int step = key / 16 + n;
+          const bool second = kAligned ? n % 2 == 1 : step % 2 == 1;
+          if (n == 0 || !second) x = words_of(step / 2, column_pair, rows[half]);
+          const unsigned of_columns[2] = {second ? x.words[2] : x.words[0], second ? x.words[3] : x.words[1]};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            visit_register(8 * n + i / 2 * 4 + 2 * half + i % 2, is_kept(of_columns[i / 2], i % 2));
+          }
         }
       }
     }

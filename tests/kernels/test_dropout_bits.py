@@ -16,7 +16,10 @@ from cuflash.reference.dropout import is_kept
 PROGRAM = r"""
 #define __forceinline__ inline
 constexpr bool kDropout = true;
+enum class IndexOffsets { kNone, kAligned, kAny };
+constexpr IndexOffsets kIndexOffsets = IndexOffsets::KIND;
 struct ModParams {
+  int index_offsets[4];
   const unsigned* seed;
   int kept_share;
   float kept_scale;
@@ -81,8 +84,9 @@ void one_by_one(const Dropout& dropout, int query, int key, float* out) {
   for (int i = 0; i < 16 * 40; ++i) out[i] = dropout.keeps(query + i / 40, key + i % 40);
 }
 
-extern "C" void run(const unsigned* seed, int share, int sequence, int head, int query, int key, int way, float* out) {
-  const ModParams own{seed, share, 1.0f};
+extern "C" void run(const unsigned* seed, int share, int sequence, int head, int query, int key, int way, float* out,
+                    const int* offsets) {
+  const ModParams own{{offsets[0], offsets[1], offsets[2], offsets[3]}, seed, share, 1.0f};
   const Dropout dropout(own, sequence, head);
   if (way < 2) of_queries<false, 24>(dropout, query, key, out, way);
   else if (way < 4) of_queries<true, 32>(dropout, query, key, out, way == 3);
@@ -98,19 +102,34 @@ WAYS = [(16, 48, 16), (16, 48, 16), (16, 64, 32), (16, 64, 32), (16, 16, 16), (1
         (16, 40, 1)]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return on_the_cpu("dropout.cuh", PROGRAM, tmp_path_factory.mktemp("dropout"), "-O1").run
+# Offsets of query, key, head and sequence, by the kind of kernels that take them.
+OFFSETS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "kNone": ((0, 0, 0, 0),),
+    "kAligned": ((0, 0, 0, 0), (7, 32, 5, 9), (2**29, 2**29 + 96, 0, 1)),
+    "kAny": (*((3, key, 1, 2) for key in range(33)), (2**29, 2**29 + 77, 0, 0)),
+}
+
+
+@pytest.fixture(scope="module", params=[*OFFSETS])
+def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[str, Any]:
+    program = PROGRAM.replace("KIND", request.param)
+    folder = tmp_path_factory.mktemp(f"dropout_{request.param}")
+    return request.param, on_the_cpu("dropout.cuh", program, folder, "-O1").run
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3, 0.99, 0.99999])
 @pytest.mark.parametrize("way", range(len(WAYS)))
-def test_fragments_keep_the_weights_of_the_reference(run: Any, way: int, dropout_p: float) -> None:
+def test_fragments_keep_the_weights_of_the_reference(run: tuple[str, Any], way: int, dropout_p: float) -> None:
     queries, keys, step = WAYS[way]
     seed = 0xFEDCBA98_76543210
     words = (ctypes.c_uint32 * 2)(seed & 0xFFFFFFFF, seed >> 32)
+    kind, call = run
     for sequence, head, query, key in ((0, 0, 0, 0), (3, 17, 16 * 5, 3 * step), (70000, 2, 2**30, 2**30 + 7 * step)):
-        out = np.full((queries, keys), -1, np.float32)
-        run(words, share_kept(dropout_p), sequence, head, query, key, way, out.ctypes.data_as(ctypes.c_void_p))
-        q_idx, k_idx = query + np.arange(queries)[:, None], key + np.arange(keys)
-        np.testing.assert_array_equal(out, is_kept(seed, dropout_p, sequence, head, q_idx, k_idx))
+        for offsets in OFFSETS[kind]:
+            out = np.full((queries, keys), -1, np.float32)
+            numbers = (ctypes.c_int * 4)(*offsets)
+            call(words, share_kept(dropout_p), sequence, head, query, key, way, out.ctypes.data_as(ctypes.c_void_p),
+                 numbers)  # fmt: skip
+            q_idx, k_idx = query + np.arange(queries)[:, None] + offsets[0], key + np.arange(keys) + offsets[1]
+            keep = is_kept(seed, dropout_p, sequence + offsets[3], head + offsets[2], q_idx, k_idx)
+            np.testing.assert_array_equal(out, keep)

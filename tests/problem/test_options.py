@@ -67,7 +67,7 @@ def test_every_option_of_a_call_reaches_its_key(op: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_keyword_of_a_key_is_its_option(name: str) -> None:
-    value = (3, 4) if name == "window_size" else "a value"
+    value = {"window_size": (3, 4), "index_offsets": (1, 2, 3, 4)}.get(name, "a value")
     keywords: dict[str, Any] = {name: value}
     assert options_key(**keywords).options == Options(**keywords) != Options()
 

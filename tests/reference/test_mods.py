@@ -54,7 +54,8 @@ def make_mod_scores(call: Arrays, **changes: Any) -> ModScores:
     mod_spec = problem_mods.make_mod_spec(score, mask, kind, "sinks" in call, "dropout_p" in call)
     values = [each.array for each in problem_mods.captured((score, mask))] + [bias]
     named |= {each.name: x for each, x in zip(mod_spec.arrays, values, strict=False)}
-    return dataclasses.replace(ModScores.from_spec(mod_spec, named, call.get("dropout_p", 0.0)), **changes)
+    options = Options(dropout_p=call.get("dropout_p", 0.0))
+    return dataclasses.replace(ModScores.from_spec(mod_spec, named, options), **changes)
 
 
 def test_inputs_with_invisible_keys_are_not_written_to() -> None:

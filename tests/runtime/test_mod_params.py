@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import cuflash
-from cuflash.planning.mod_code import MORE_WORDS, words_of
+from cuflash.planning.mod_code import MORE_WORDS, offset_words, words_of
 from cuflash.problem.dropout import share_kept
 from cuflash.runtime.mod_params import mod_params
 
@@ -20,7 +20,8 @@ def packed(**call: Any) -> tuple[Any, Any, Any, Any]:
     problem = cuflash.plan(shape, shape, shape, dtype="bfloat16", device="cpu", **call).problem
     mod_spec = problem.op.mod_spec
     assert mod_spec is not None
-    memory = bytearray(8 * (FIRST + sum(words_of(each.rank) for each in mod_spec.arrays) + MORE_WORDS))
+    arrays = sum(words_of(each.rank) for each in mod_spec.arrays)
+    memory = bytearray(8 * (FIRST + arrays + offset_words(mod_spec) + MORE_WORDS))
     offsets = mod_params(problem, memory, FIRST)
     return problem, offsets, np.frombuffer(memory, np.int64), np.frombuffer(memory, np.int32)
 
@@ -49,6 +50,13 @@ def test_sinks_seed_and_the_fraction_of_kept_weights() -> None:
     numbers = 2 * (FIRST + 5)
     assert ints[numbers + 1 : numbers + 3].tolist() == [0, share]
     assert words.view(np.float32)[numbers + 3] == np.float32(65536 / share)
+
+
+def test_index_offsets_stand_between_the_arrays_and_the_rest() -> None:
+    problem, offsets, _, ints = packed(bias=(1, 1, 300, 300), dropout_p=0.25, index_offsets=(3, 5, 7))
+    begin = FIRST + words_of(4)
+    assert ints[2 * begin : 2 * begin + 4].tolist() == [3, 5, 7, 0]
+    assert offsets.plain[1] == (problem.op.index["dropout_seed"], begin + 2 + 2)
 
 
 def test_broadcast_mask_tiles_have_strides_of_0() -> None:

@@ -15,6 +15,7 @@ from gloo_ranks import run_check
 from cuflash.distributed import Layout, attention, unshard
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention as whole_attention
+from cuflash.mods import position_of, seqlen_k, seqlen_q
 
 MOST_ERROR = 1e-4  # of the largest element, for float32; sums have other orders
 
@@ -58,6 +59,7 @@ class Case(NamedTuple):
             mods |= {"bias"} if rng.random() < 0.3 else set()
         dims = rng.choice(((64, 64), (128, 128)) if on_gpu else ((16, 16), (8, 24)))
         batch = 1 if is_packed else rng.choice((1, 2))
+        options |= {"dropout_p": 0.3, "dropout_seed": seed} if rng.random() < 0.4 else {}
         dtype = rng.choice((torch.bfloat16, torch.float16)) if on_gpu else torch.float32
         if on_gpu and rng.random() < 0.5:
             options |= {"split_size": 128, "deterministic": mods <= {"sinks"}}
@@ -88,9 +90,11 @@ class Case(NamedTuple):
         slopes = leaves.get("slopes")
         mod_kwargs: dict[str, Any] = {name: leaves[name] for name in ("sinks", "bias") if name in leaves}
         if slopes is not None:
-            mod_kwargs["score_mod"] = lambda score, b, h, i, j: score + slopes[h] * (i - j) + 0.01 * h
+            mod_kwargs["score_mod"] = lambda score, b, h, i, j: (
+                score + slopes[h] * (position_of(i) - j) + 0.01 * h * (b + i)
+            )
         if "mask_mod" in self.mods:
-            mod_kwargs["mask_mod"] = lambda b, h, i, j: (i * 3 + j + h) % 5 != 0
+            mod_kwargs["mask_mod"] = lambda b, h, i, j: (i * 3 + j + h + b + seqlen_q() + seqlen_k()) % 5 != 0
         return mod_kwargs
 
 
@@ -188,6 +192,7 @@ def agreement(rank: int, ranks: int) -> list[str]:
         ({"scheme": "ring" if rank else "gather"}, "ranks disagree about scheme: rank 0 has 'gather'"),
         ({"layout": Layout(16, ranks, "zigzag" if rank else "contiguous")}, "ranks disagree about layout"),
         ({"sinks": torch.zeros(2 * ranks)} if rank else {}, "ranks disagree about score_mod, mask_mod, bias and sinks"),
+        ({"dropout_p": 0.1, "dropout_seed": rank}, "ranks disagree about dropout_seed: rank 0 has 0, rank 1 has 1"),
     ]
     wrong = [f"{text}: {raised(q, q, q, **call)}" for call, text in calls if text not in raised(q, q, q, **call)]
     attention(q, q, q)
@@ -219,6 +224,8 @@ def refusals(rank: int, ranks: int) -> list[str]:
         ),
         ((q, q, q), {"causal": 1}, "causal=1 is an int; give True or False"),
         ((q, q, q), {"window_size": 3}, "window_size=3 is not a pair"),
+        ((q, q, q), {"dropout_p": 0.1}, "there is no dropout_seed; give all ranks the same seed"),
+        ((q, q, q), {"dropout_p": 1.0, "dropout_seed": 0}, "dropout_p=1.0 is outside [0, 1)"),
     ):
         got = raised(*tensors, **keywords)  # type: ignore[arg-type]
         wrong += [] if text in got else [f"{text}: {got}"]

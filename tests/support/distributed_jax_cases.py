@@ -54,6 +54,8 @@ def failures(seed: int, ranks: int) -> list[str]:
     dout = jax.random.normal(keys[5], (batch, rows, heads_q, dim_v))
     dlse = jax.random.normal(keys[6], (batch, heads_q, rows))
     has_sinks, has_mods = rng.random() < 0.4, scheme == "ulysses" and rng.random() < 0.5
+    if scheme == "ulysses" and rng.random() < 0.5:
+        options |= {"dropout_p": 0.3, "dropout_seed": seed}
 
     def mod_kwargs(sinks: Any, slopes: Any) -> dict[str, Any]:
         mods: dict[str, Any] = {"sinks": sinks} if has_sinks else {}
@@ -110,6 +112,7 @@ def refusals(ranks: int) -> list[str]:
         ((q, q, q), {"scheme": "rings"}, "scheme='rings' is unknown"),
         ((q, q, q), {"scheme": "ulysses"}, "3 query heads are no multiple of 2 ranks"),
         ((q, q, q), {"scheme": "ring", "mask_mod": lambda b, h, i, j: i >= j}, "scheme='ring' has no mask_mod in JAX"),
+        ((q, q, q), {"scheme": "ring", "dropout_p": 0.1, "dropout_seed": 0}, "'ring' has no dropout_p in JAX"),
         ((q, q, q), {"layout": Layout(16, 3)}, "the layout is for 3 ranks, but axis 'context' has 2"),
         ((q, q, q), {"layout": Layout(17, 2)}, "ranks hold 8 to 9 rows, but arrays of all devices have one shape"),
         ((q, q, q), {"scheme": "gather", "window_size": (2, 1)}, "'gather' has only windows (left, 0) in JAX"),

@@ -20,6 +20,7 @@ from ...mods.tracing.operand import is_real
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
 from ...problem.foreign import answers_foreign
+from ...problem.index_offsets import NO_OFFSETS, IndexOffsets, check_index_offsets
 from ...problem.operands import VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.signatures import AttentionOptions
@@ -90,6 +91,7 @@ def attention(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
+    index_offsets: IndexOffsets = NO_OFFSETS,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `cuflash.forward` as a JAX function with gradients, also through lse.
 
@@ -148,6 +150,9 @@ def attention(
         Probability at which weights are dropped; static.
     dropout_seed : int, key of jax.random, or array of one integer or two uint32
         Required with dropout; it may be traced. Equal seeds drop the same weights.
+    index_offsets : tuple of 2 to 4 ints, default (0, 0)
+        Positions of this call's first query, key, head and sequence in a larger call, for score_mod, mask_mod and
+        dropout (see `cuflash.forward`); static.
 
     Returns
     -------
@@ -200,6 +205,7 @@ def attention(
         max_seqlen_k=max_seqlen_k,
         num_splits=num_splits,
         split_size=split_size,
+        index_offsets=check_index_offsets(index_offsets),
     )
     if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and is_zero(dropout_p):
         return run(named, options, check_flag("return_lse", return_lse))

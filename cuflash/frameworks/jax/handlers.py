@@ -24,6 +24,7 @@ from ...errors import UnsupportedError
 from ...mods.analysis.intervals import Band
 from ...problem.array_spec import ArraySpec
 from ...problem.dtypes import DTYPES, ITEMSIZE
+from ...problem.index_offsets import NO_OFFSETS, IndexOffsets
 from ...problem.mod_spec import ModSpec
 from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, VARLEN_ARGS, VARLEN_OPS, Op, banded, mod_op
 from ...problem.operands import OPS as PUBLIC
@@ -72,6 +73,7 @@ class CallOptions(NamedTuple):
     dropout_p: float = 0.0
     functions: Functions | None = None
     grads: tuple[int, ...] = ()
+    index_offsets: IndexOffsets = NO_OFFSETS
 
     @classmethod
     def from_problem(cls, problem: Problem, names: tuple[str, ...]) -> CallOptions:
@@ -94,6 +96,7 @@ class CallOptions(NamedTuple):
             split_size=options.split_size,
             dropout_p=options.dropout_p,
             functions=None if problem.op.mod_spec is None else Functions.from_spec(problem.op.mod_spec),
+            index_offsets=options.index_offsets,
         )
 
     @property
@@ -125,6 +128,7 @@ class CallOptions(NamedTuple):
             num_splits=self.num_splits,
             split_size=self.split_size,
             dropout_p=self.dropout_p,
+            index_offsets=self.index_offsets,
         )
 
 
@@ -158,6 +162,7 @@ class CallSpec(NamedTuple):
             names=tuple(_READ_NAMES.get(name, name) for name in static.names),
             functions=functions,
             grads=tuple(static.grads),
+            index_offsets=tuple(static.index_offsets),
         )
         return cls(static, tuple(map(tuple, shapes)), tuple(dtypes), workspace)
 

@@ -6,6 +6,7 @@ The attribute holds whole expressions, because programs outlive the process: in 
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from ...mods.graph.graph import Node, post_order, variable
@@ -100,9 +101,7 @@ def folded(
     )
     new = {before.name: after.name for before, after in zip(mod_spec.arrays, kinds, strict=True)}
     digest = f"{mod_spec.digest} of {axis} {length} x {size} {is_outer} {sorted(numbers)}"
-    folded_spec = ModSpec(
-        score, mask, kinds, mod_spec.has_sinks, mod_spec.drops, mod_spec.has_block_mask, digest, mod_spec.mask_tile_axes
-    )
+    folded_spec = replace(mod_spec, score=score, mask=mask, arrays=kinds, digest=digest)
     return tuple(new.get(name, name) for name in names), Functions.from_spec(folded_spec)
 
 

@@ -22,6 +22,7 @@ from ...mods.tracing.operand import name_of_dtype
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
 from ...problem.foreign import answers_foreign, refuse_foreign, renamed
+from ...problem.index_offsets import NO_OFFSETS, IndexOffsets
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, VarlenArgs
 from ...problem.options import WindowSize, check_flag, is_zero, options_key
 from ...problem.signatures import CheckedOptions
@@ -103,6 +104,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
+    index_offsets: IndexOffsets = NO_OFFSETS,
     check: bool = False,
     **foreign: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -165,6 +167,9 @@ def attention(
     dropout_seed : int or Tensor, optional
         Seed as in `cuflash.forward`. By default PyTorch's generator draws one on the device: checkpoints restore it,
         and CUDA graphs advance it.
+    index_offsets : tuple of 2 to 4 ints, default (0, 0)
+        Positions of this call's first query, key, head and sequence in a larger call, for score_mod, mask_mod and
+        dropout (see `cuflash.forward`).
     check : bool, default False
         Reads lengths and indices on a GPU once and checks them. The host waits, and graphs of torch.compile end here.
 
@@ -235,6 +240,7 @@ def attention(
         "split_size": split_size,
         "sm_margin": sm_margin,
         "dropout_p": dropout_p,
+        "index_offsets": index_offsets,
     }
     if check is not False:
         check_values(check, q, k, v, varlen_args or VarlenArgs(), keywords)

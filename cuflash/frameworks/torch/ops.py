@@ -19,6 +19,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...ops.append import append_kv
 from ...ops.backward import backward
 from ...ops.forward import forward
+from ...problem.index_offsets import NO_OFFSETS, check_index_offsets
 from ...problem.operands import VARLEN_ARGS, VarlenArgs
 from ...problem.options import DEFAULTS, ROWS, OptionContext, check_flag, check_window
 from .tensors import uncompiled
@@ -77,6 +78,8 @@ class Arguments(NamedTuple):
             value = keywords.get(name, DEFAULTS[name])
             if not (_is_number(value, types) or value is DEFAULTS[name] is None):
                 keywords[name] = ROWS[name].validate(value, _ANY_CALL)
+        if (offsets := keywords.get("index_offsets", NO_OFFSETS)) != NO_OFFSETS:  # no effect without mods
+            check_index_offsets(offsets)
         window = keywords["window_size"]
         is_pair = isinstance(window, (tuple, list)) and len(window) == 2
         if not (is_pair and all([side is None or _is_number(side, _INTEGERS) for side in window])):

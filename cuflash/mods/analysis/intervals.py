@@ -51,6 +51,12 @@ class Band(NamedTuple):
         """True if a query sees every key."""
         return self.lo is self.hi is None
 
+    def shifted(self, keys: int) -> Band:
+        """Returns the band that begins and ends this many keys later."""
+        return self._replace(
+            lo=None if self.lo is None else self.lo + keys, hi=None if self.hi is None else self.hi + keys
+        )
+
 
 @lru_cache(maxsize=64)
 def band(mask: Node) -> Band | None:

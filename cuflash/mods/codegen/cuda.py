@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..graph.graph import CapturedArray, Node, post_order
+from ..graph.graph import INDEX_OFFSETS, CapturedArray, Node, post_order
 from ..graph.operations import Type
 from .hoisting import FLOAT_INPUTS, KEY, STAGE_NAMES, STAGES, stage_of, staged
 from .scalars import SCALARS, expression, kind_of, literal
@@ -40,6 +40,7 @@ def print_struct(
     results: Sequence[str],
     exact: Collection[str] = (),
     runs: Mapping[tuple[int, int], bool] = MappingProxyType({}),
+    has_offsets: bool = False,
 ) -> str:
     """Returns the text of a struct template `name`, whose `element` returns the roots under the names `results`.
 
@@ -47,9 +48,10 @@ def print_struct(
 
     exact: results that must have equal bits in every kernel, for any dtype and order of stages. runs: by array number
     and axis, the contiguous axes that are at least as long as the columns. A value is True if two elements can be
-    loaded together.
+    loaded together. has_offsets: index offsets follow the arrays.
     """
-    return _Printer(staged(roots), arrays, [each in exact for each in results], runs).text(name, results)
+    printer = _Printer(staged(roots), arrays, [each in exact for each in results], runs)
+    return printer.text(name, results, has_offsets)
 
 
 class _PartOfOffset(NamedTuple):
@@ -138,12 +140,13 @@ class _Printer:
                 return place
         return None
 
-    def text(self, name: str, results: Sequence[str]) -> str:
+    def text(self, name: str, results: Sequence[str], has_offsets: bool) -> str:
         """Returns the whole struct."""
         arrays = "".join(
             f"    CapturedArray<{self._storage(number)}, {len(each.shape)}, kShortOffsets> array{number};\n"
             for number, each in enumerate(self.arrays)
         )
+        arrays += f"    int index_offsets[{len(INDEX_OFFSETS)}];\n" * has_offsets
         pairs = "".join(f"    LoadedPair<{self._storage(x.array)}, {x.kind}> {x.name};\n" for x in self.runs.values())
         members = [self._members(stage) for stage in (0, 1)]
         fields = "".join(f"    {SCALARS[x.type]} {result};\n" for x, result in zip(self.roots, results, strict=True))
@@ -160,7 +163,7 @@ class _Printer:
     def _members(self, stage: int) -> dict[str, str]:
         """Returns the names and types of the values of a stage that later stages use."""
         uses = set(self.roots) | {argument for x in self.order if stage_of(x) > stage for argument in x.arguments}
-        values = [x for x in self.order if x in uses and x.op != "constant" and stage_of(x) == stage]
+        values = [x for x in self.order if x in uses and stage_of(x) == stage and not _is_parameter(x)]
         offsets = {name: "Offset" for part, name in self.offsets.items() if part.stage == stage}
         runs = {x.name: f"ArrayRun<{self._storage(x.array)}>" for x in self.runs.values() if stage == _ROW}
         return {self._name(x): SCALARS[kind_of(x)] for x in values} | offsets | runs
@@ -194,6 +197,8 @@ class _Printer:
         """Returns the text by which a stage refers to a value."""
         if x.op == "constant":
             return literal(x)
+        if _is_parameter(x):
+            return f"arrays.index_offsets[{INDEX_OFFSETS.index(x.value)}]"
         return self._name(x) if stage_of(x) == stage else f"{STAGE_NAMES[stage_of(x)]}.{self._name(x)}"
 
     def _expression(self, x: Node, stage: int) -> str:
@@ -246,6 +251,11 @@ class _Printer:
             f"arrays.array{part.array}.{'clamped' if x.bounds[0] >= 0 else 'wrapped'}({axis}, {self._use(x, stage)})"
             for axis, x in part.axes
         )
+
+
+def _is_parameter(x: Node) -> bool:
+    """True for a constant or an index offset, which code names in every stage."""
+    return x.op == "constant" or (x.op == "input" and x.value in INDEX_OFFSETS)
 
 
 def _fields(members: dict[str, str]) -> str:

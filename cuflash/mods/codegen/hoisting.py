@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ..graph.affine import from_linear
-from ..graph.graph import MAX_INDEX, Node, node, post_order, variable
+from ..graph.graph import INDEX_OFFSETS, MAX_INDEX, Node, node, post_order, variable
 from ..graph.linear import LinearForm, linear
 from ..graph.operations import COMPARISONS, DIVISIONS, ROUNDING, Type
 from ..graph.simplify import build, cast, constant, has_inverse, is_exponential, rebuilt, transform
@@ -17,7 +17,9 @@ STAGES = (("b", "h", "seqlen_q", "seqlen_k", "softmax_scale"), ("q_idx", "key_be
 FLOAT_INPUTS = ("score", "softmax_scale", "addend")
 STAGE_NAMES = ("head", "row", "element")
 MAX_COLUMN = 511
-_STAGE_OF_INPUT = {name: stage for stage, names in enumerate(STAGES) for name in names}
+_STAGE_OF_INPUT = dict.fromkeys(INDEX_OFFSETS, 0) | {
+    name: stage for stage, names in enumerate(STAGES) for name in names
+}
 _ELEMENT = frozenset(STAGES[2])
 
 SCORE = variable("score")

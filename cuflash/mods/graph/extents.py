@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .graph import MAX_INDEX, Node, Range
+from .graph import INDEX_OFFSETS, MAX_INDEX, Node, Range
 from .linear import LinearForm, linear
 from .operations import COMPARISONS, Function, Type
 
@@ -23,6 +23,8 @@ def extent_of(op: str, args: list[Node]) -> Range:
     """Returns the exact range of an operation of integers or bools, without the limits of a type."""
     if op in COMPARISONS or op in ("logical_not", "alike"):
         return 0, 1
+    if (range := range_of_index(op, args)) is not None:
+        return range
     ends = [each.ends for each in args]
     extent = _of_one(op, *ends[0]) if len(args) == 1 else _of_two(op, *ends[-2:])
     has_length = any(not each.inputs.isdisjoint(_LENGTH_OF.values()) for each in args)
@@ -31,6 +33,15 @@ def extent_of(op: str, args: list[Node]) -> Range:
         least, greatest = _bounds(x + y if op == "add" else x - y)
         return max(least, extent[0]), min(greatest, extent[1])
     return extent
+
+
+def range_of_index(op: str, args: list[Node]) -> Range | None:
+    """Returns the range of an index plus its offset, which is that of the index: calls limit the sum. Else None."""
+    if op == "add" and args[0].op == args[1].op == "input":
+        for index, offset in (args, args[::-1]):
+            if offset.value in INDEX_OFFSETS and index.value not in INDEX_OFFSETS:
+                return index.bounds
+    return None
 
 
 def _bounds(form: LinearForm) -> Range:

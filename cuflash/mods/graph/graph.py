@@ -17,6 +17,8 @@ MASK_ARGUMENTS = ("b", "h", "q_idx", "k_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 LENGTHS = ("seqlen_q", "seqlen_k")
 INPUTS = (*SCORE_ARGUMENTS, *LENGTHS)
+# Numbers that a call which is a part of a larger one adds to q_idx, k_idx, h and b.
+INDEX_OFFSETS = ("q_offset", "k_offset", "h_offset", "b_offset")
 # Below 2^31, so that sums of a few indices stay in int32.
 MAX_INDEX = 2**30 - 1
 Range = tuple[int, int]

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import ProblemError
 from . import operations
-from .extents import GROWING, extent_of, is_inside
+from .extents import GROWING, extent_of, is_inside, range_of_index
 from .float_ranges import rounded_range
 from .graph import Node, Range, node, post_order
 from .operations import (
@@ -320,6 +320,8 @@ def _range(op: str, type: Type, args: list[Node]) -> Range | None:
     """Returns the range of an integer result; None, the whole type, if it may wrap or has no rule."""
     if type.is_float or any(each.range is None for each in args):
         return None
+    if (result := range_of_index(op, args)) is not None:
+        return result
     result = _unary_range(op, *args[0].bounds) if len(args) == 1 else _binary_range(op, *(x.bounds for x in args[-2:]))
     return result if result is not None and _contains(type.limits, result) else None
 

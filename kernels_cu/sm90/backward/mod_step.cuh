@@ -146,7 +146,9 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
         dropout(params, of.number, query_head) {
     if constexpr (kDropout) {
       const int lane = fresh_thread() % 32;
-      if (kVarlen && of.first_key % kKeysOfCounters != 0) find_each_kept(place.row, place.column, lane);
+      // Keys at any offset that are rows have one counter for each element, and together spill registers.
+      constexpr bool kEach = kKeysAsRows && kIndexOffsets == IndexOffsets::kAny;
+      if (kEach || (kVarlen && of.first_key % kKeysOfCounters != 0)) find_each_kept(place.row, place.column, lane);
       else find_kept(place.row, place.column, lane);
 #pragma unroll
       for (unsigned& bits : kept) asm volatile("" : "+r"(bits));  // otherwise each bit takes a register of its own
@@ -160,8 +162,8 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
     else return fmaf(product, 0x1p-126f, score);
   }
 
-  // Finds the bits of dropout one by one, from any key on. This is rare: only a window that leaves out first keys
-  // shifts the numbering.
+  // Finds the bits of dropout one by one, from any key on. This is rare: only index offsets, and a window that leaves
+  // out first keys, shift the numbering.
   __device__ __forceinline__ void find_each_kept(int row, int column, int lane) {
     row += lane / 4, column += lane % 4 * 2;
 #pragma unroll
