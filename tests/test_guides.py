@@ -59,6 +59,7 @@ def test_all_pages_are_there_and_hold_code() -> None:
     assert names == {
         "comparison",
         "distributed",
+        "distributed_libraries",
         "frameworks",
         "limits",
         "mods",

@@ -80,7 +80,7 @@ def test_public_functions_of_cuflash_and_the_frameworks_answer() -> None:
 
 
 HINTS = [
-    ("lse", "dropout", "; cuflash.forward has dropout_p="), ("forward", "softmax_lse", "; cuflash.backward has lse="),
+    ("lse", "dropout", "; cuflash.forward has dropout_p="), ("forward", "softmax_lse", "; give lse="),
     ("forward", "do", "; cuflash.backward has dout="), ("forward", "is_causal", "; give causal= (True or False)"),
     ("append_kv", "is_causal", "; cuflash.forward has causal="), ("append_kv", "block_table", "; give page_table="),
     ("triangle_attention", "attn_mask", "; give mask= (bools"), ("forward", "sm_scale", "; give softmax_scale="),

@@ -25,7 +25,8 @@ def names(op: str) -> list[str]:
 def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str) -> None:
     signature = inspect.signature(getattr(cuflash, op)).parameters
     of_backward = {"dlse", "grads_out", "page_table", "cache_batch_idx", "captured_grads"}
-    keywords = {"forward": {"return_lse", "out"}, "lse": set(), "backward": of_backward}[op]
+    of_backward |= {"accumulate", "delta", "return_delta"}
+    keywords = {"forward": {"return_lse", "out", "lse", "accumulate"}, "lse": set(), "backward": of_backward}[op]
     keywords |= {operand.name for operand in VARLEN_OPS[op].inputs if operand.dtype == INTEGERS}
     keywords |= {"score_mod", "mask_mod", "block_mask", "bias", "sinks"} | ({"dropout_seed"} if op != "lse" else set())
     keyword_only = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}

@@ -28,7 +28,7 @@ from ...distributed.layout import Layout
 from ...errors import ProblemError
 from ...problem.options import WindowSize, check_flag, check_integer
 from .adapters import substitute_hf_flash_attn, update_ring_flash_attn_params
-from .attend import attend
+from .call import attend
 from .rows import of_documents, of_packed_rows, of_sequence, remember_layout, values_of
 
 __all__ = [
