@@ -69,7 +69,7 @@ TESTED_ELSEWHERE = {
     "frameworks/bool_masks": "frameworks/test_transformers_masks.py",
     **dict.fromkeys((f"frameworks/flash_attn/{name}" for name in ("arguments", "v2", "v3")),
                     "frameworks/test_flash_attn.py"),
-    **dict.fromkeys((f"frameworks/ring_flash_attn/{name}" for name in ("adapters", "attend", "rows")),
+    **dict.fromkeys((f"frameworks/ring_flash_attn/{name}" for name in ("adapters", "call", "rows")),
                     "frameworks/test_ring_flash_attn.py"),
     "frameworks/flash_attn/kvcache": "frameworks/test_flash_attn_cache.py",
     "frameworks/flash_attn/v2_private": "frameworks/test_flash_attn_private.py",
