@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ProblemError
+from ..errors import ProblemError, UnsupportedError
 from ..locks import Lock
 from .choice import SCHEMES, Scheme
 from .layout import Layout
 from .torch import attention, group_of, layout_of
 
-# PyTorch's thread-local objects, which backward takes along to its threads: they recompute checkpointed layers.
-_KEY = "cuflash.distributed.region"
+_current: ContextVar[Region | None] = ContextVar("region", default=None)
 _lock = Lock()
+_regions: list[Region] = []  # those of all threads
 active = 0  # regions of all threads; a plain integer, on which graphs of torch.compile are guarded
 is_used = False  # True from the first region on
 
@@ -35,9 +36,21 @@ class Region(NamedTuple):
 
 
 def current() -> Region | None:
-    """Returns the innermost region around a call in this thread, or around the backward that runs in it."""
-    region: Region | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-    return region
+    """Returns the innermost region around a call in this thread, or around the backward that runs in it.
+
+    Backward recomputes checkpointed layers in threads of its own. They take the region that is active, if all that are
+    active are equal.
+    """
+    if (region := _current.get()) is not None or torch._C._current_graph_task_id() < 0:
+        return region
+    with _lock:
+        distinct = [each for number, each in enumerate(_regions) if each not in _regions[:number]]
+    if len(distinct) > 1:
+        raise UnsupportedError(
+            f"backward recomputes layers while {len(distinct)} regions are active in several threads; run one backward "
+            "at a time, or without checkpointing"
+        )
+    return distinct[0] if distinct else None
 
 
 @contextmanager
@@ -84,13 +97,15 @@ def region(layout: Layout, group: Any = None, scheme: Scheme = "auto") -> Iterat
         raise ProblemError(f"scheme={scheme!r} is unknown; give one of {', '.join(map(repr, SCHEMES))}")
     group = group_of(group)
     layout_of(layout, group)
-    outer = current()
+    inner = Region(layout, group, scheme)
     with _lock:
         active, is_used = active + 1, True
-    torch._C._stash_obj_in_tls(_KEY, Region(layout, group, scheme))
+        _regions.append(inner)
+    token = _current.set(inner)
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(_KEY, outer)
+        _current.reset(token)
         with _lock:
             active -= 1
+            _regions.remove(inner)

@@ -89,7 +89,7 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
     problem = problem._replace(op=plain, specs=specs)
     inputs = {name: x for name, x in named.items() if name in plain.index}
     if problem.seqlen_info is None and plain.delta == "takes":
-        more["delta"] = inputs.pop("delta")
+        more["row_sums"] = inputs.pop("delta")
     if problem.seqlen_info is not None:
         results = sequences.run(problem, RUN[plain.name], inputs, out, **more)
     else:

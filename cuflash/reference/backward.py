@@ -29,7 +29,7 @@ def backward(
     lse: Array,
     dlse: Array | None = None,
     *,
-    delta: Array | None = None,
+    row_sums: Array | None = None,
     block_q: int | None = None,
     block_k: int | None = None,
     mod_scores: ModScores | None = None,
@@ -38,16 +38,13 @@ def backward(
     """Returns `(dq, dk, dv)`: gradients of `sum(dout * out) + sum(dlse * lse)`, in shapes and dtypes of q, k and v.
 
     dout and out are (b, sq, hq, dv), lse and dlse (b, hq, sq). Rows that see no key, and keys that no row sees, get 0.
-    delta: the row sums, in place of out and dlse. They are one more result if the problem's op returns them. Results
+    row_sums: the row sums, in place of out and dlse. They are one more result if the problem's op returns them. Results
     that are added to arrays have the accumulator's dtype.
     mod_gradients: sums to which the gradients of captured arrays are added, or None.
     """
     dtype, softcap = accumulator(problem), problem.options.softcap
     dq, dk, dv = (np.zeros(x.shape, dtype if problem.op.accumulates else x.dtype) for x in (q, k, v))
     with np.errstate(all="ignore"):
-        if delta is None:
-            products = dout.astype(dtype, "C") * out.astype(dtype, "C")
-            delta = products.sum(axis=3).swapaxes(1, 2) - (0 if dlse is None else dlse.astype(dtype))
         for batch_idx, head_kv_idx in kv_heads(problem):
             dk_head = np.zeros((problem.seqlen_k, problem.head_dim), dtype)
             dv_head = np.zeros((problem.seqlen_k, problem.head_dim_v), dtype)
@@ -55,8 +52,13 @@ def backward(
                 dout_rows = block.fold(dout, dtype)
                 lse_rows = block.fold_lse(lse, dtype)
                 lse_rows = np.where(np.isneginf(lse_rows), np.inf, lse_rows)  # p = exp(s - inf) = 0: sees no key
-                delta_rows = block.fold_lse(delta, dtype)
-                are_finite = all(np.isfinite(x).all() for x in (delta_rows, block.q)) and not np.isnan(lse_rows).any()
+                if row_sums is not None:
+                    delta = block.fold_lse(row_sums, dtype)
+                else:
+                    delta = (dout_rows * block.fold(out, dtype)).sum(axis=1)
+                    if dlse is not None:
+                        delta -= block.fold_lse(dlse, dtype)
+                are_finite = all(np.isfinite(x).all() for x in (delta, block.q)) and not np.isnan(lse_rows).any()
                 dq_rows = np.zeros_like(block.q)
                 for tile in key_tiles(problem, block, k, v, block_k, mod_scores, are_finite):
                     keys, masked = slice(tile.begin, tile.end), tile.masked
@@ -67,7 +69,7 @@ def backward(
                     ds = dout_rows @ tile.v.T  # dp
                     if tile.mod_tile is not None:
                         ds = tile.mod_tile.dropped(ds)
-                    ds -= delta_rows[:, None]
+                    ds -= delta[:, None]
                     ds *= p
                     if masked is not None:  # hidden pairs pass no NaN between row and key
                         p[masked] = ds[masked] = 0
@@ -92,5 +94,7 @@ def backward(
             dv[batch_idx, :, head_kv_idx] = dv_head
         if mod_gradients is not None:
             mod_gradients.add_sinks(dout, out, lse, dlse)
-        deltas = (np.where(np.isneginf(lse), 0, delta).astype(dtype),) if problem.op.delta == "returns" else ()
-    return dq, dk, dv, *deltas
+        if problem.op.delta != "returns":
+            return dq, dk, dv
+        sums = (dout.astype(dtype) * out.astype(dtype)).sum(axis=3).swapaxes(1, 2) - (0 if dlse is None else dlse)
+        return dq, dk, dv, np.where(np.isneginf(lse), 0, sums).astype(dtype)

@@ -92,7 +92,7 @@ def run(
             parts = [_part(operand, named, one, keys) for operand in arrays]
             more: dict[str, Any] = {} if mod_gradients is None else {"mod_gradients": mod_gradients}
             if delta is not None:
-                more["delta"] = _part(delta, named, one, keys)
+                more["row_sums"] = _part(delta, named, one, keys)
             if mod_scores is not None:
                 more["mod_scores"] = replace(
                     mod_scores,

@@ -64,7 +64,7 @@ def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Arr
     elif problem.seqlen_info is not None:
         results = reference.of_sequences(problem, named, out)
     else:
-        keywords = {"delta": named.pop("delta")} if problem.op.delta == "takes" else {}
+        keywords = {"row_sums": named.pop("delta")} if problem.op.delta == "takes" else {}
         results = reference.RUN[problem.op.name](problem, *named.values(), **keywords)
     if problem.op.accumulates:
         results = _sums(problem, results, outs)

@@ -22,7 +22,9 @@ def test_the_sanitizer_reaches_every_tile_and_every_varlen_kernel(monkeypatch: p
     launched = sanitize.variants()
     assert not sanitize.unreached(launched)
     of_lengths = {x for x in launched if x.is_varlen and x.mod_code is None and not x.lists_seqlens}
-    assert {x for x in variants("sm_90") if x.is_varlen} == of_lengths
+    # Calls that add to float32 arrays, or take or return delta, are not among those of the sanitizer.
+    plain = {x for x in variants("sm_90") if not x.accumulates and x.delta is None}
+    assert {x for x in plain if x.is_varlen} == of_lengths
     mod_sources = {x.source for x in launched if x.is_varlen and (x.mod_code is not None or x.lists_seqlens)}
     assert mod_sources >= {f"sm90/forward/{name}.cu" for name in ("forward", "lse")}
     assert mod_sources >= {f"sm90/backward/{name}.cu" for name in ("backward", "backward_dq_dkv")}

@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
     max_seqlen_k: int | None = None
     num_splits: int | None = None
     split_size: int | None = None
-    sm_margin: int = 0
+    sm_margin: int | None = None
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], deterministic: bool) -> Arguments:
@@ -90,7 +90,7 @@ class Arguments(NamedTuple):
         keywords["num_splits"] = keywords.get("num_splits") or None  # the schema's default stands for 0
         sequences: Any = [keywords.get(name) for name in _SEQUENCES]
         arguments = cls(scale, causal, left, right, offset, softcap, deterministic, *sequences)
-        return arguments._replace(sm_margin=keywords.get("sm_margin", 0))
+        return arguments._replace(sm_margin=keywords.get("sm_margin") or None)
 
     @property
     def varlen_args(self) -> VarlenArgs:
@@ -107,9 +107,8 @@ class Arguments(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """Returns the arguments as keywords of `cuflash.forward`."""
-        names = "softmax_scale", "causal", "diagonal_offset", "softcap", "sm_margin"
-        plain = {name: getattr(self, name) for name in names}
-        sequences = {name: x for name in _SEQUENCES if (x := getattr(self, name)) is not None}
+        plain = {name: getattr(self, name) for name in ("softmax_scale", "causal", "diagonal_offset", "softcap")}
+        sequences = {name: x for name in (*_SEQUENCES, "sm_margin") if (x := getattr(self, name)) is not None}
         return {**plain, "window_size": (self.window_left, self.window_right), **sequences}
 
 
@@ -154,7 +153,7 @@ _ARGUMENTS = (
     "cuflash::attention",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, {', '.join(f'SymInt? {name}=None' for name in SPLITS)}"
-    ", SymInt sm_margin=0)"
+    ", SymInt? sm_margin=None)"
     " -> (Tensor, Tensor)",
 )
 def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
@@ -166,7 +165,7 @@ def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments:
     "cuflash::attention_backward",
     mutates_args=(),
     schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_ARGUMENTS}"
-    ", SymInt sm_margin=0)"
+    ", SymInt? sm_margin=None)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
