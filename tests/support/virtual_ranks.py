@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+from unittest import mock
 
+import distributed_cases
 import torch
 import torch.distributed as dist
 from distributed_cases import MOST_ERROR, Case, Whole, loss_of, results_of, shard
@@ -74,17 +76,24 @@ class Exact(NamedTuple):
         document = torch.bucketize(torch.arange(rows), torch.tensor(layout.cu_seqlens[1:]), right=True).to(device)
         position = torch.arange(rows, device=device) - torch.tensor(layout.cu_seqlens, device=device)[document]
         h, i, j = torch.arange(heads_q, device=device)[:, None, None], position[:, None], position
+        bounds = torch.tensor(layout.cu_seqlens, device=device)
+        length = (bounds[document + 1] - bounds[document])[:, None]
+        batch = document[:, None] if len(bounds) > 2 else torch.arange(case.batch, device=device)[:, None, None, None]
         mods = case.mod_kwargs(leaves)
+        # Outside of a trace, lengths and positions are those of each row's document.
+        stand_ins = {"seqlen_q": lambda: length, "seqlen_k": lambda: length, "position_of": lambda index: index}
         s = q @ k.transpose(2, 3) * case.options.get("softmax_scale", case.dims[0] ** -0.5)
         if cap := case.options.get("softcap"):
             s = cap * torch.tanh(s / cap)
-        s = mods["score_mod"](s, 0, h, i, j) if "score_mod" in mods else s + 0
+        with mock.patch.multiple(distributed_cases, **stand_ins):
+            s = mods["score_mod"](s, batch, h, i, j) if "score_mod" in mods else s + 0
+            of_mod = mods["mask_mod"](batch, h, i, j) if "mask_mod" in mods else True
         scores = s
         s = s + mods.get("bias", 0.0)
         left, right = case.options.get("window_size", (-1, 0 if case.options.get("causal") else -1))
         visible = (document[:, None] == document).expand(heads_q, rows, rows)
         visible = visible & (i - j <= (left if left >= 0 else rows)) & (j - i <= (right if right >= 0 else rows))
-        visible = visible & mods["mask_mod"](0, h, i, j) if "mask_mod" in mods else visible
+        visible = visible & of_mod
         sinks = leaves["sinks"] if "sinks" in leaves else q.new_full((heads_q,), -torch.inf)
         by_row = sinks[:, None].expand(case.batch, heads_q, rows).clone().requires_grad_()
         s = torch.cat([s.masked_fill(~visible, -torch.inf), by_row[..., None]], -1)
