@@ -53,13 +53,16 @@ def start_shift(tensors: Sequence[torch.Tensor], rank: int, ranks: int, group: A
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)], work
 
 
-def check_agreement(group: Any, call: dict[str, Any], check: bool) -> None:
-    """Raises ProblemError on every rank if ranks disagree about a call, on a group's first call and with `check`.
+def needs_agreement(group: Any) -> bool:
+    """True until the ranks of a group were compared."""
+    return group not in _agreed
+
+
+def check_agreement(group: Any, call: dict[str, Any]) -> None:
+    """Raises ProblemError on every rank if ranks disagree about a call.
 
     call: what must be equal on all ranks, by name; values have a repr.
     """
-    if group in _agreed and not check:
-        return
     mine = {name: repr(value) for name, value in call.items()}
     calls: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(calls, mine, group=group)

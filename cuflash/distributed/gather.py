@@ -12,14 +12,15 @@ from ..frameworks.torch import attention
 from .exchange import exchange
 from .layout import Layout
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
-from .scheme import Call, with_offsets
+from .scheme import LAYOUTS, Call, bounds_of, with_offsets
 
 
 class Fetch(NamedTuple):
     """Rows that a rank sends and receives, and the place of the keys of each piece of its rows among them.
 
     send, receive: numbers of rows for and from each rank. sent: its local rows, in the order of ranks. order: received
-    rows in the order of the sequence. starts: the first fetched row of each piece's keys.
+    rows in the order of the sequence. starts: the first fetched row of each piece's keys. is_packable: the pieces can
+    be packed sequences of one call. bounds: their keywords. copied: fetched rows of their keys, None for all in order.
     """
 
     send: list[int]
@@ -28,6 +29,9 @@ class Fetch(NamedTuple):
     order: torch.Tensor
     pieces: list[Piece]
     starts: list[int]
+    is_packable: bool
+    bounds: dict[str, Any]
+    copied: torch.Tensor | None
 
 
 def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,29 +55,18 @@ def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
 
 
 def _is_one_call(call: Call, fetch: Fetch, batch: int) -> bool:
-    """True if the pieces can be the packed sequences of one call: their diagonals then end at their last keys."""
-    ends_with_keys = call.window.is_open or all(piece.ends_with_keys for piece in fetch.pieces)
-    has_indices = not call.mods.keys().isdisjoint(("score_mod", "mask_mod", "bias"))
-    return batch == 1 and len(fetch.pieces) > 1 and ends_with_keys and not has_indices
+    """True if all pieces are computed in one call."""
+    return batch == 1 and fetch.is_packable and call.mods.keys().isdisjoint(("score_mod", "mask_mod", "bias"))
 
 
 def _packed(
     call: Call, fetch: Fetch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes all pieces in one call."""
-    lengths_q = [piece.local[1] - piece.local[0] for piece in fetch.pieces]
-    lengths_k = [piece.keys[1] - piece.keys[0] for piece in fetch.pieces]
-    if any(start != end for start, end in zip(fetch.starts[1:], np.cumsum(lengths_k)[:-1], strict=False)):
-        # Pieces of one document share keys, and packed sequences cannot: each gets a copy.
-        runs = [np.arange(start, start + length) for start, length in zip(fetch.starts, lengths_k, strict=True)]
-        index = torch.from_numpy(np.concatenate(runs)).to(k.device)
-        k, v = k.index_select(1, index), v.index_select(1, index)
-    bounds_q, bounds_k = (
-        call.bounds_tensor((0, *np.cumsum(lengths).tolist()), q.device) for lengths in (lengths_q, lengths_k)
-    )
+    if fetch.copied is not None:
+        k, v = k.index_select(1, fetch.copied), v.index_select(1, fetch.copied)
     window = (call.window.left, call.window.right)
-    out, lse = attention(q[0], k[0], v[0], cu_seqlens_q=bounds_q, cu_seqlens_k=bounds_k, max_seqlen_q=max(lengths_q),
-                         max_seqlen_k=max(lengths_k), window_size=window, return_lse=True, **call.options,
+    out, lse = attention(q[0], k[0], v[0], window_size=window, return_lse=True, **fetch.bounds, **call.options,
                          **call.mods)  # fmt: skip
     return out[None], lse[None]
 
@@ -84,7 +77,7 @@ def _fetched(call: Call, fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, fetch.order).transpose(0, 1)
 
 
-@lru_cache(64)
+@lru_cache(LAYOUTS)
 def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> Fetch:
     needed = [needed_keys(layout, each, window) for each in range(layout.ranks)]
 
@@ -111,4 +104,22 @@ def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> F
     pieces = pieces_of(layout, rank, window) or [Piece((0, 0), (0, 0), 0, 0, True)]  # a rank without rows
     starts = np.searchsorted(received[order], [piece.keys[0] for piece in pieces]).tolist()
     sent, order = torch.from_numpy(sent).to(device), torch.from_numpy(order).to(device)
-    return Fetch([*map(count, give)], [*map(count, take)], sent, order, pieces, starts)
+    # Diagonals of packed sequences end at their last keys.
+    is_packable = len(pieces) > 1 and (window.is_open or all(piece.ends_with_keys for piece in pieces))
+    bounds, copied = _packing(pieces, starts, device) if is_packable else ({}, None)
+    return Fetch([*map(count, give)], [*map(count, take)], sent, order, pieces, starts, is_packable, bounds, copied)
+
+
+def _packing(
+    pieces: list[Piece], starts: list[int], device: torch.device
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Returns the bounds of pieces as packed sequences; and the fetched row of each of their keys, None for all."""
+    lengths_q = [end - begin for begin, end in (piece.local for piece in pieces)]
+    lengths_k = [end - begin for begin, end in (piece.keys for piece in pieces)]
+    ends_q, ends_k = np.cumsum(lengths_q).tolist(), np.cumsum(lengths_k).tolist()
+    bounds = bounds_of((0, *ends_q), device, "q") | bounds_of((0, *ends_k), device, "k")
+    if starts[1:] == ends_k[:-1]:
+        return bounds, None
+    # Pieces of one document share keys, and packed sequences cannot: each gets a copy.
+    runs = [np.arange(start, start + length) for start, length in zip(starts, lengths_k, strict=True)]
+    return bounds, torch.from_numpy(np.concatenate(runs)).to(device)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -58,8 +59,10 @@ class Layout:
     ----------
     cu_seqlens : tuple of int
         Bounds of the documents; (0, seqlen) for one sequence.
-    seqlen, ranks, kind, rank
+    seqlen, ranks, kind, rank, chunk
         As given; rank is None where neither a rank nor a group was.
+    rows : tuple of int
+        The numbers of rows of all ranks.
     spans : tuple of tuple of Span
         For each rank the runs of rows (begin, end, local) that it holds, ascending.
 
@@ -106,11 +109,18 @@ class Layout:
         chunk = check_integer("chunk", chunk)
         if chunk < 1:
             raise ProblemError(f"chunk={chunk} is below 1; give the most rows of a chunk")
-        self.spans = tuple(_spans(runs) for runs in self._runs(chunk))
+        self.chunk = chunk
+        self._hold(_spans(runs) for runs in self._runs())
 
-    def _runs(self, chunk: int) -> list[list[tuple[int, int]]]:
+    def _hold(self, spans: Iterable[tuple[Span, ...]]) -> None:
+        """Sets the rows of all ranks, and what ranks must agree on."""
+        self.spans = tuple(spans)
+        self.rows = tuple(sum(span.size for span in each) for each in self.spans)
+        self.key = self.kind, self.ranks, self.cu_seqlens, self.spans
+
+    def _runs(self) -> list[list[tuple[int, int]]]:
         """Returns the runs of rows of each rank, ascending."""
-        ranks, total = self.ranks, self.seqlen
+        ranks, total, chunk = self.ranks, self.seqlen, self.chunk
 
         def cuts(count: int) -> list[tuple[int, int]]:
             return list(pairwise(total * i // count for i in range(count + 1)))
@@ -172,7 +182,7 @@ class Layout:
 
     def num_rows(self, rank: int | None = None) -> int:
         """Returns the number of rows that a rank holds."""
-        return sum(span.size for span in self.spans[self._rank(rank)])
+        return self.rows[self._rank(rank)]
 
     def indices(self, rank: int | None = None) -> Rows:
         """Returns the row of the whole sequence of each row of a rank."""
@@ -228,11 +238,6 @@ class Layout:
         """True if the sequence holds several documents, or none."""
         return len(self.cu_seqlens) != 2
 
-    @property
-    def longest_document(self) -> int:
-        """The number of rows of the longest document."""
-        return max(end - begin for begin, end in pairwise(self.cu_seqlens))
-
     def local_bounds(self, rank: int) -> tuple[int, ...]:
         """Returns the bounds of the documents among the rows of a rank."""
         bounds, last = [0], None
@@ -246,23 +251,26 @@ class Layout:
                 last = document
         return tuple(bounds)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Everything that ranks must agree on."""
-        return self.kind, self.ranks, self.cu_seqlens, self.spans
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.key == other.key
 
-    def __hash__(self) -> int:
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state to pickle: hashes of strings differ between processes."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     def __repr__(self) -> str:
         documents = len(self.cu_seqlens) - 1
-        rows = [self.num_rows(rank) for rank in range(self.ranks)]
+        fewest, most = min(self.rows), max(self.rows)
         return (
             f"Layout({self.kind}, {self.seqlen} rows{f' of {documents} documents' if documents > 1 else ''}, "
-            f"{self.ranks} ranks of {min(rows)}{f' to {max(rows)}' if max(rows) > min(rows) else ''} rows"
+            f"{self.ranks} ranks of {fewest}{f' to {most}' if most > fewest else ''} rows"
             f"{'' if self.rank is None else f', rank {self.rank}'})"
         )
 

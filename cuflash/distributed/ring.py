@@ -7,7 +7,7 @@ keys follow their keys one step behind, and reach their rank after a full turn.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from .. import backward, forward, merge_states
 from ..errors import UnsupportedError
 from .choice import ring_lacks
 from .exchange import start_shift
+from .layout import Layout
 from .rectangles import rectangles
-from .scheme import Call
+from .scheme import LAYOUTS, Call, bounds_of
 
 _forward: Any = forward  # overloads do not take keywords of a dict
 _backward: Any = backward
+_rectangles = lru_cache(1024)(rectangles)
 
 
 def ring(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +69,7 @@ def compute(
         if step == 0 and _keeps_order(call):
             state = _merged(state, _local(call, q, k, v, options))
         else:
-            for part in rectangles(call.layout, call.rank, source, call.window):
+            for part in _rectangles(call.layout, call.rank, source, call.window):
                 rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
                 one = _forward(q[:, rows], ks, vs, return_lse=True, **part.mask(call.window), **options)
                 state[0][:, rows], state[1][..., rows] = _merged((state[0][:, rows], state[1][..., rows]), one)
@@ -105,7 +107,7 @@ def gradients(
             for total, grad in zip(new, results[1:], strict=True):
                 total[:, : grad.shape[1]] += grad
         else:
-            for part in rectangles(call.layout, call.rank, source, call.window):
+            for part in _rectangles(call.layout, call.rank, source, call.window):
                 rows, columns = slice(*part.q), slice(*part.k)
                 some_dlse = None if dlse is None else dlse[..., rows]
                 grads = _backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns],
@@ -133,7 +135,7 @@ def _state_dtype(q: torch.Tensor) -> torch.dtype:
 
 def _padded(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Returns keys or values with the rows of the rank that has most, as all ranks send equal shapes."""
-    missing = max(call.rows) - x.shape[1]
+    missing = max(call.layout.rows) - x.shape[1]
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
@@ -142,9 +144,14 @@ def _local_mask(call: Call, device: torch.device) -> dict[str, Any]:
     causal = {"causal": call.window.right == 0}
     if not call.layout.is_packed:
         return causal
-    bounds = call.layout.local_bounds(call.rank)
-    tensor, longest = call.bounds_tensor(bounds, device), max((b - a for a, b in pairwise(bounds)), default=0)
-    return causal | {"cu_seqlens_q": tensor, "cu_seqlens_k": tensor, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return causal | _local_documents(call.layout, call.rank, device)
+
+
+@lru_cache(LAYOUTS)
+def _local_documents(layout: Layout, rank: int, device: torch.device) -> dict[str, Any]:
+    """Returns the keywords of the documents among a rank's rows as packed sequences."""
+    bounds = layout.local_bounds(rank)
+    return bounds_of(bounds, device, "q") | bounds_of(bounds, device, "k")
 
 
 def _local(

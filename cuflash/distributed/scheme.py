@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ import torch
 from .layout import Layout
 from .rectangles import Window
 
+LAYOUTS = 8  # layouts and windows whose indices stay on the device: layers share them, and steps bring new ones
+
 
 class Call:
     """One call of distributed attention on this rank.
 
     options: keywords of `attention` that all parts of the call share. mods: those of score_mod, mask_mod, bias and
-    sinks that the caller passed. rows: the numbers of rows of all ranks.
+    sinks that the caller passed.
     """
 
     def __init__(
@@ -23,7 +26,6 @@ class Call:
     ) -> None:
         self.layout, self.rank, self.group, self.window = layout, rank, group, window
         self.options, self.mods = options, mods
-        self.rows = [layout.num_rows(each) for each in range(layout.ranks)]
 
     @property
     def has_bias_rows(self) -> bool:
@@ -31,15 +33,12 @@ class Call:
         bias = self.mods.get("bias")
         return bias is not None and bias.shape[-2] > 1
 
-    @staticmethod
-    def bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Returns bounds of sequences as int32 on a device."""
-        return _bounds_tensor(bounds, device)
 
-
-@lru_cache(256)
-def _bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(bounds, dtype=torch.int32).to(device)
+def bounds_of(bounds: tuple[int, ...], device: torch.device, name: str) -> dict[str, Any]:
+    """Returns the keywords of the packed sequences of queries ("q") or keys ("k") between these bounds."""
+    longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
+    tensor = torch.tensor(bounds, dtype=torch.int32).to(device)
+    return {f"cu_seqlens_{name}": tensor, f"max_seqlen_{name}": longest}
 
 
 def with_offsets(mods: dict[str, Any], device: torch.device, head: int = 0, q: int = 0, k: int = 0) -> dict[str, Any]:

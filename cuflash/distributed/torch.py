@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -14,7 +15,7 @@ from ..frameworks.torch.tensors import autocast, is_autocast, uncompiled
 from ..problem.options import WindowSize, check_flag, check_window
 from ..units import kind_of
 from .choice import SCHEMES, Scheme, choose
-from .exchange import check_agreement, exchange
+from .exchange import check_agreement, exchange, needs_agreement
 from .gather import gather
 from .layout import Layout
 from .rectangles import Window
@@ -199,9 +200,9 @@ def attention(
     group = group_of(group)
     layout, rank = _layout_of(layout, group, q)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.shape[1] != layout.num_rows(rank):
+        if tensor.shape[1] != layout.rows[rank]:
             raise ProblemError(
-                f"{name} has {tensor.shape[1]} rows, but rank {rank} holds {layout.num_rows(rank)} of the layout; give "
+                f"{name} has {tensor.shape[1]} rows, but rank {rank} holds {layout.rows[rank]} of the layout; give "
                 "layout.shard(x, dim=1) of the whole sequence"
             )
     if layout.is_packed and q.shape[0] != 1:
@@ -213,11 +214,12 @@ def attention(
                                "num_splits": num_splits, "split_size": split_size}  # fmt: skip
     named = {"score_mod": score_mod, "mask_mod": mask_mod, "bias": bias, "sinks": sinks}
     mods = {name: x for name, x in named.items() if x is not None}
-    shapes = {"q, k and v (batch, heads, head_dim)": [(x.shape[0], *x.shape[2:]) for x in (q, k, v)]}
-    check_agreement(group, {
-        "layout": layout.key, **shapes, "dtype": q.dtype, "scheme": scheme, "window_size and causal": tuple(window),
-        **options, "score_mod, mask_mod, bias and sinks": sorted(mods),
-    }, check)  # fmt: skip
+    if check or needs_agreement(group):
+        shapes = {"q, k and v (batch, heads, head_dim)": [(x.shape[0], *x.shape[2:]) for x in (q, k, v)]}
+        check_agreement(group, {
+            "layout": layout.key, **shapes, "dtype": q.dtype, "scheme": scheme, "window_size and causal": tuple(window),
+            **options, "score_mod, mask_mod, bias and sinks": sorted(mods),
+        })  # fmt: skip
     call = Call(layout, rank, group, window, options, mods)
     if scheme == "auto":
         scheme = choose(layout, window, q.shape[2], k.shape[2], mods, call.has_bias_rows)
@@ -276,7 +278,7 @@ def unshard(x: torch.Tensor, layout: Layout, dim: int = 1, group: Any = None) ->
     """
     group = group_of(group)
     layout, rank = _layout_of(layout, group, x)
-    rows = [layout.num_rows(each) for each in range(layout.ranks)]
+    rows = layout.rows
     by_rows = x.movedim(dim, 0)
     copies = by_rows.repeat(layout.ranks, *[1] * (x.dim() - 1))
     received = exchange(copies, [rows[rank]] * layout.ranks, rows, group)
@@ -305,7 +307,7 @@ def _layout_of(layout: Layout | None, group: Any, q: torch.Tensor) -> tuple[Layo
     """Returns the layout, by default one of equally many rows of each rank, and this process's rank."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if layout is None:
-        return Layout(q.shape[1] * ranks, ranks, rank=rank), rank
+        return _default_layout(q.shape[1] * ranks, ranks), rank
     if not isinstance(layout, Layout):
         raise ProblemError(f"layout is {type(layout).__name__}; give a cuflash.distributed.Layout")
     if layout.ranks != ranks:
@@ -313,6 +315,11 @@ def _layout_of(layout: Layout | None, group: Any, q: torch.Tensor) -> tuple[Layo
     if layout.rank not in (None, rank):
         raise ProblemError(f"the layout is of rank {layout.rank}, but this process is rank {rank} of the group")
     return layout, rank
+
+
+@lru_cache(64)
+def _default_layout(seqlen: int, ranks: int) -> Layout:
+    return Layout(seqlen, ranks)
 
 
 def __getattr__(name: str) -> Any:

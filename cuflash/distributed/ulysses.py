@@ -13,7 +13,7 @@ from ..frameworks.torch import attention
 from .choice import kv_copies, ulysses_lacks
 from .exchange import exchange
 from .layout import Layout
-from .scheme import Call, with_offsets
+from .scheme import LAYOUTS, Call, bounds_of, with_offsets
 
 
 def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,10 +37,7 @@ def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     window = call.window
     run = partial(attention, window_size=(window.left, window.right), return_lse=True, **call.options, **mods)
     if layout.is_packed:
-        bounds = call.bounds_tensor(layout.cu_seqlens, q.device)
-        longest = layout.longest_document
-        out, lse = run(q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest,
-                       max_seqlen_k=longest)  # fmt: skip
+        out, lse = run(q[0], k[0], v[0], **_documents(layout, q.device))
         out, lse = out[None], lse[None]
     else:
         out, lse = run(q, k, v)
@@ -51,15 +48,15 @@ def _to_heads(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Turns (batch, rows of this rank, heads, dim) into (batch, all rows, heads of this rank, dim)."""
     ranks, (batch, rows, heads, dim) = call.layout.ranks, x.shape
     by_rank = x.reshape(batch, rows, ranks, heads // ranks, dim).permute(2, 1, 0, 3, 4).flatten(0, 1)
-    all_rows = exchange(by_rank, [rows] * ranks, call.rows, call.group)
+    all_rows = exchange(by_rank, [rows] * ranks, call.layout.rows, call.group)
     return all_rows.index_select(0, _order(call.layout, x.device)[1]).transpose(0, 1)
 
 
 def _to_rows(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Turns (batch, all rows, heads of this rank, dim) into (batch, rows of this rank, heads, dim)."""
-    ranks, rows, (batch, _, heads, dim) = call.layout.ranks, call.rows[call.rank], x.shape
+    ranks, rows, (batch, _, heads, dim) = call.layout.ranks, call.layout.rows[call.rank], x.shape
     by_rank = x.transpose(0, 1).index_select(0, _order(call.layout, x.device)[0])
-    sent_back = exchange(by_rank, call.rows, [rows] * ranks, call.group)
+    sent_back = exchange(by_rank, call.layout.rows, [rows] * ranks, call.group)
     return (
         sent_back.reshape(ranks, rows, batch, heads, dim)
         .permute(2, 1, 0, 3, 4)
@@ -67,7 +64,13 @@ def _to_rows(call: Call, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-@lru_cache(64)
+@lru_cache(LAYOUTS)
+def _documents(layout: Layout, device: torch.device) -> dict[str, Any]:
+    """Returns the keywords of the layout's documents as packed sequences."""
+    return bounds_of(layout.cu_seqlens, device, "q") | bounds_of(layout.cu_seqlens, device, "k")
+
+
+@lru_cache(LAYOUTS)
 def _order(layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the rows of the sequence in the order of ranks, and the inverse permutation."""
     order: Any = layout.order

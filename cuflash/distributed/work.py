@@ -114,7 +114,7 @@ def plan(
         scheme = choose(layout, window, heads_q, heads_kv)
     if scheme == "ulysses" and (reason := ulysses_lacks(heads_q, ranks)):
         raise ProblemError(f"scheme='ulysses': {reason}; give scheme='gather', 'ring' or 'auto'")
-    rows = [layout.num_rows(rank) for rank in range(ranks)]
+    rows = layout.rows
     pairs = [_visible_pairs(layout, rank, window) for rank in range(ranks)]
     plans = []
     for rank in range(ranks):

@@ -44,7 +44,7 @@ def test_drawn_cases_are_those_of_one_process(ranks: int, tmp_path: Path, reques
     assert "differs" not in text, text
 
 
-@pytest.mark.parametrize("check", ["agreement", "refusals", "mesh", "autograd"])
+@pytest.mark.parametrize("check", ["agreement", "refusals", "mesh", "autograd", "repeated"])
 def test_calls_of_two_ranks(check: str, tmp_path: Path) -> None:
     text = run_ranks(2, tmp_path, check)
     assert text.count(f"ran {check}") == 2, text

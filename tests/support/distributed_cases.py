@@ -267,6 +267,29 @@ def autograd(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
+def repeated(rank: int, ranks: int) -> list[str]:
+    """A repeated call computes nothing of its layout again, and builds none."""
+    wrong = []
+    layouts = Layout([0, 5, 6, 20, 24], ranks), Layout(24, ranks), None
+    x = torch.randn(3, 1, 12, ranks, 8, requires_grad=True)
+
+    def step(**options: Any) -> None:
+        torch.autograd.grad(attention(*x, causal=True, **options).sum(), x)
+
+    counted = Layout.pieces, Layout.__init__
+    for scheme in ("ring", "ulysses", "gather"):
+        for layout in layouts:
+            step(scheme=scheme, layout=layout)
+            try:
+                Layout.pieces = Layout.__init__ = None  # type: ignore[assignment, method-assign]
+                step(scheme=scheme, layout=layout)
+            except TypeError as error:
+                wrong.append(f"{scheme} over {layout}: {error}")
+            finally:
+                Layout.pieces, Layout.__init__ = counted  # type: ignore[method-assign]
+    return wrong
+
+
 def main() -> None:
     """Runs one check as one rank."""
     rank, ranks, store, check, *arguments = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
