@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ExchangeError
 from .layout import Layout
 from .work import plan
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .torch import attention as attention
     from .torch import unshard as unshard
 
-__all__ = ["Layout", "attention", "plan", "unshard"]
+__all__ = ["ExchangeError", "Layout", "attention", "plan", "unshard"]
 
 
 def __getattr__(name: str) -> Any:

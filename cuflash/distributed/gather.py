@@ -73,7 +73,7 @@ def _packed(
 
 def _fetched(call: Call, fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
     """Returns the needed rows of the whole sequence, in its order."""
-    rows = exchange(x.transpose(0, 1).index_select(0, fetch.sent), fetch.send, fetch.receive, call.group)
+    rows = exchange(x.transpose(0, 1).index_select(0, fetch.sent), fetch.send, fetch.receive, call.link)
     return rows.index_select(0, fetch.order).transpose(0, 1)
 
 

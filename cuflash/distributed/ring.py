@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from .. import backward, forward, merge_states
 from ..errors import UnsupportedError
 from .choice import ring_lacks
-from .exchange import start_shift
+from .exchange import Parcel, start_shift
 from .layout import Layout
 from .rectangles import rectangles
 from .scheme import LAYOUTS, Call, bounds_of
@@ -61,16 +61,16 @@ def compute(
     options.pop("deterministic", None)
     # A sink is the lse of a state whose out is 0.
     state = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=_state_dtype(q)), _first_lse(q, sinks)
-    arriving = [_padded(call, k), _padded(call, v)]
+    arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     for step in range(ranks):
         keys, source = arriving, (call.rank - step) % ranks
         if step < ranks - 1:
-            arriving, work = start_shift(keys, call.rank, ranks, call.group)
+            arriving, work = start_shift(keys, call.link)
         if step == 0 and _keeps_order(call):
             state = _merged(state, _local(call, q, k, v, options))
         else:
             for part in _rectangles(call.layout, call.rank, source, call.window):
-                rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
+                rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys.tensors)
                 one = _forward(q[:, rows], ks, vs, return_lse=True, **part.mask(call.window), **options)
                 state[0][:, rows], state[1][..., rows] = _merged((state[0][:, rows], state[1][..., rows]), one)
         if step < ranks - 1:
@@ -92,40 +92,38 @@ def gradients(
     """Returns dq, dk, dv and dsinks; the latter are this rank's part of a sum over all ranks."""
     ranks, wide = call.layout.ranks, _state_dtype(q)
     options = {name: x for name, x in call.options.items() if name not in ("num_splits", "split_size")}
-    arriving = [_padded(call, k), _padded(call, v)]
+    arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     dq = torch.zeros_like(q, dtype=wide)
-    sums: list[torch.Tensor] = [torch.zeros_like(x, dtype=wide) for x in arriving]
     returning: Any = None
     for step in range(ranks):
         keys, source = arriving, (call.rank - step) % ranks
         if step < ranks - 1:
-            arriving, work = start_shift(keys, call.rank, ranks, call.group)
-        new = [torch.zeros_like(x) for x in sums]
+            arriving, work = start_shift(keys, call.link)
+        new = Parcel.of_buffer(torch.zeros_like(keys.buffer, dtype=wide), keys.tensors)
         if step == 0 and _keeps_order(call):
             results = _local_gradients(call, dout, dlse, q, k, v, out, lse, options)
             dq += results[0]
-            for total, grad in zip(new, results[1:], strict=True):
+            for total, grad in zip(new.tensors, results[1:], strict=True):
                 total[:, : grad.shape[1]] += grad
         else:
             for part in _rectangles(call.layout, call.rank, source, call.window):
                 rows, columns = slice(*part.q), slice(*part.k)
                 some_dlse = None if dlse is None else dlse[..., rows]
-                grads = _backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns],
+                grads = _backward(dout[:, rows], q[:, rows], *(x[:, columns] for x in keys.tensors),
                                            out[:, rows], lse[..., rows], dlse=some_dlse, **part.mask(call.window),
                                            **options)  # fmt: skip
                 dq[:, rows] += grads[0]
-                for total, grad in zip(new, grads[1:], strict=True):
+                for total, grad in zip(new.tensors, grads[1:], strict=True):
                     total[:, columns] += grad
         if returning is not None:  # the sums for this step's keys, from the ranks before
-            sums, sent = returning
-            sent.wait()
-        sums = [total + grad for total, grad in zip(sums, new, strict=True)]
-        returning = start_shift(sums, call.rank, ranks, call.group)
+            returning[1].wait()
+            new.buffer.add_(returning[0].buffer)
+        returning = start_shift(new, call.link)
         if step < ranks - 1:
             work.wait()
-    sums, sent = returning
-    sent.wait()
-    dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in sums)
+    sums, shift = returning
+    shift.wait()
+    dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in sums.tensors)
     return dq.to(q.dtype), dk, dv, None if sinks is None else _sinks_gradient(dout, dlse, out, lse, sinks)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from .exchange import Link
 from .layout import Layout
 from .rectangles import Window
 
@@ -17,21 +19,30 @@ LAYOUTS = 8  # layouts and windows whose indices stay on the device: layers shar
 class Call:
     """One call of distributed attention on this rank.
 
-    options: keywords of `attention` that all parts of the call share. mods: those of score_mod, mask_mod, bias and
-    sinks that the caller passed.
+    links: one for each axis of the mesh whose ranks the layout counts, the last fastest. options: keywords of
+    `attention` that all parts of the call share. mods: those of score_mod, mask_mod, bias and sinks that the caller
+    passed.
     """
 
     def __init__(
-        self, layout: Layout, rank: int, group: Any, window: Window, options: dict[str, Any], mods: dict[str, Any]
+        self, layout: Layout, links: Sequence[Link], window: Window, options: dict[str, Any], mods: dict[str, Any]
     ) -> None:
-        self.layout, self.rank, self.group, self.window = layout, rank, group, window
-        self.options, self.mods = options, mods
+        self.layout, self.links, self.window, self.options, self.mods = layout, links, window, options, mods
+        self.link, self.rank = links[0], rank_of(links)
 
     @property
     def has_bias_rows(self) -> bool:
         """True if the bias differs from row to row."""
         bias = self.mods.get("bias")
         return bias is not None and bias.shape[-2] > 1
+
+
+def rank_of(links: Sequence[Link]) -> int:
+    """Returns this process's rank among those of all axes of a mesh, the last fastest."""
+    rank = 0
+    for link in links:
+        rank = rank * link.ranks + link.rank
+    return rank
 
 
 def bounds_of(bounds: tuple[int, ...], device: torch.device, name: str) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -15,12 +17,12 @@ from ..frameworks.torch.tensors import autocast, is_autocast, uncompiled
 from ..problem.options import WindowSize, check_flag, check_window
 from ..units import kind_of
 from .choice import SCHEMES, Scheme, choose
-from .exchange import check_agreement, exchange, needs_agreement
+from .exchange import Link, check_agreement, exchange, needs_agreement
 from .gather import gather
 from .layout import Layout
 from .rectangles import Window
 from .ring import ring
-from .scheme import Call
+from .scheme import Call, rank_of
 from .ulysses import ulysses
 
 _RUN = {"ring": ring, "ulysses": ulysses, "gather": gather}
@@ -198,7 +200,8 @@ def attention(
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
     group = group_of(group)
-    layout, rank = _layout_of(layout, group, q)
+    links = [Link(group, dist.get_rank(group), dist.get_world_size(group), "the comparison of arguments")]
+    layout, rank = _layout_of(layout, links, q)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[1] != layout.rows[rank]:
             raise ProblemError(
@@ -214,15 +217,17 @@ def attention(
                                "num_splits": num_splits, "split_size": split_size}  # fmt: skip
     named = {"score_mod": score_mod, "mask_mod": mask_mod, "bias": bias, "sinks": sinks}
     mods = {name: x for name, x in named.items() if x is not None}
-    if check or needs_agreement(group):
+    if check or needs_agreement([group]):
         shapes = {"q, k and v (batch, heads, head_dim)": [(x.shape[0], *x.shape[2:]) for x in (q, k, v)]}
-        check_agreement(group, {
+        check_agreement(links, {
             "layout": layout.key, **shapes, "dtype": q.dtype, "scheme": scheme, "window_size and causal": tuple(window),
             **options, "score_mod, mask_mod, bias and sinks": sorted(mods),
         })  # fmt: skip
-    call = Call(layout, rank, group, window, options, mods)
     if scheme == "auto":
-        scheme = choose(layout, window, q.shape[2], k.shape[2], mods, call.has_bias_rows)
+        has_bias_rows = bias is not None and bias.shape[-2] > 1
+        scheme = choose(layout, window, q.shape[2], k.shape[2], mods, has_bias_rows)
+    links = [link._replace(purpose=f"scheme {scheme!r}") for link in links]
+    call = Call(layout, links, window, options, mods)
     out, lse = _RUN[scheme](call, q, k, v)
     return (out, lse) if return_lse else out
 
@@ -277,11 +282,12 @@ def unshard(x: torch.Tensor, layout: Layout, dim: int = 1, group: Any = None) ->
         All rows, in the order of the sequence.
     """
     group = group_of(group)
-    layout, rank = _layout_of(layout, group, x)
+    links = [Link(group, dist.get_rank(group), dist.get_world_size(group), "unshard")]
+    layout, rank = _layout_of(layout, links, x)
     rows = layout.rows
     by_rows = x.movedim(dim, 0)
     copies = by_rows.repeat(layout.ranks, *[1] * (x.dim() - 1))
-    received = exchange(copies, [rows[rank]] * layout.ranks, rows, group)
+    received = exchange(copies, [rows[rank]] * layout.ranks, rows, links[0])
     return layout.join(received.split(rows), 0).movedim(0, dim)
 
 
@@ -303,11 +309,11 @@ def group_of(group: Any) -> Any:
     return group
 
 
-def _layout_of(layout: Layout | None, group: Any, q: torch.Tensor) -> tuple[Layout, int]:
+def _layout_of(layout: Layout | None, links: Sequence[Link], x: torch.Tensor) -> tuple[Layout, int]:
     """Returns the layout, by default one of equally many rows of each rank, and this process's rank."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = prod([link.ranks for link in links]), rank_of(links)
     if layout is None:
-        return _default_layout(q.shape[1] * ranks, ranks), rank
+        return _default_layout(x.shape[1] * ranks, ranks), rank
     if not isinstance(layout, Layout):
         raise ProblemError(f"layout is {type(layout).__name__}; give a cuflash.distributed.Layout")
     if layout.ranks != ranks:

@@ -48,7 +48,7 @@ def _to_heads(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Turns (batch, rows of this rank, heads, dim) into (batch, all rows, heads of this rank, dim)."""
     ranks, (batch, rows, heads, dim) = call.layout.ranks, x.shape
     by_rank = x.reshape(batch, rows, ranks, heads // ranks, dim).permute(2, 1, 0, 3, 4).flatten(0, 1)
-    all_rows = exchange(by_rank, [rows] * ranks, call.layout.rows, call.group)
+    all_rows = exchange(by_rank, [rows] * ranks, call.layout.rows, call.link)
     return all_rows.index_select(0, _order(call.layout, x.device)[1]).transpose(0, 1)
 
 
@@ -56,7 +56,7 @@ def _to_rows(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Turns (batch, all rows, heads of this rank, dim) into (batch, rows of this rank, heads, dim)."""
     ranks, rows, (batch, _, heads, dim) = call.layout.ranks, call.layout.rows[call.rank], x.shape
     by_rank = x.transpose(0, 1).index_select(0, _order(call.layout, x.device)[0])
-    sent_back = exchange(by_rank, call.layout.rows, [rows] * ranks, call.group)
+    sent_back = exchange(by_rank, call.layout.rows, [rows] * ranks, call.link)
     return (
         sent_back.reshape(ranks, rows, batch, heads, dim)
         .permute(2, 1, 0, 3, 4)
