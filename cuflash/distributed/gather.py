@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from .. import backward
 from ..frameworks.torch import attention
 from .exchange import exchange
 from .layout import Layout
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
 from .scheme import LAYOUTS, Call, bounds_of, with_offsets
+
+_backward: Any = backward  # overloads do not take keywords of a dict
 
 
 class Fetch(NamedTuple):
@@ -41,17 +45,63 @@ def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
     if _is_one_call(call, fetch, q.shape[0]):
         return _packed(call, fetch, q, k, v)
     results = []
-    for piece, start in zip(fetch.pieces, fetch.starts, strict=True):
-        rows, keys = piece.local, slice(start, start + piece.keys[1] - piece.keys[0])
-        mods = with_offsets(call.mods, q.device, q=piece.q_index, k=piece.k_index)
-        if (bias := mods.get("bias")) is not None:
-            bias = bias[..., slice(*rows), :] if bias.shape[-2] > 1 else bias
-            mods["bias"] = bias[..., slice(*piece.keys)] if bias.shape[-1] > 1 else bias
-        window = (call.window.left, call.window.right)
-        results.append(attention(q[:, slice(*rows)], k[:, keys], v[:, keys], window_size=window, return_lse=True,
-                                 diagonal_offset=piece.q_index - piece.k_index, **call.options, **mods))  # fmt: skip
+    for rows, keys, _, keywords in _parts(call, fetch, q.device):
+        results.append(attention(q[:, rows], k[:, keys], v[:, keys], return_lse=True, **call.options, **keywords))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    """Returns dq, dk, dv, dbias and dsinks; the latter is this rank's part of a sum. Keys are fetched again."""
+    fetch = _fetch(call.layout, call.rank, call.window, q.device)
+    k, v = (_fetched(call, fetch, x) for x in (k, v))
+    grads = {name: torch.zeros_like(x) for name, x in call.leaves.items()}
+    dq, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    if _is_one_call(call, fetch, q.shape[0]):
+        some_k, some_v = (x if fetch.copied is None else x.index_select(1, fetch.copied) for x in (k, v))
+        packed = [x[0] for x in (dout, q, some_k, some_v, out, lse)]
+        *results, sums = _backward(*packed, dlse=None if dlse is None else dlse[0], window_size=tuple(call.window),
+                                   captured_grads=[*call.leaves.values()], **fetch.bounds, **call.backward_options,
+                                   **call.mods)  # fmt: skip
+        dq = results[0][None]
+        for total, grad in zip((dk, dv), results[1:], strict=True):
+            if fetch.copied is None:
+                total += grad
+            else:
+                total.index_add_(1, fetch.copied, grad[None].to(wide))
+        grads = dict(zip(grads, sums, strict=True))
+    else:
+        for rows, keys, columns, keywords in _parts(call, fetch, q.device):
+            captured = [keywords[name] for name in grads]
+            *results, sums = _backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[..., rows],
+                                       dlse=None if dlse is None else dlse[..., rows], captured_grads=captured,
+                                       **call.backward_options, **keywords)  # fmt: skip
+            dq[:, rows] = results[0]
+            dk[:, keys] += results[1]
+            dv[:, keys] += results[2]
+            for (name, total), part in zip(grads.items(), sums, strict=True):
+                (total if name == "sinks" else _of_part(total, rows, columns)).add_(part)
+    dk, dv = (_returned(call, fetch, x).to(q.dtype) for x in (dk, dv))
+    return dq, dk, dv, grads.get("bias"), grads.get("sinks")
+
+
+def _parts(call: Call, fetch: Fetch, device: torch.device) -> Iterator[tuple[slice, slice, slice, dict[str, Any]]]:
+    """Yields the rows, the fetched keys and the keys of the sequence of each piece; and keywords of mask and mods."""
+    for piece, start in zip(fetch.pieces, fetch.starts, strict=True):
+        rows, columns = slice(*piece.local), slice(*piece.keys)
+        keys = slice(start, start + columns.stop - columns.start)
+        mods = with_offsets(call.mods, device, q=piece.q_index, k=piece.k_index)
+        if (bias := mods.get("bias")) is not None:
+            mods["bias"] = _of_part(bias, rows, columns)
+        mask = {"window_size": tuple(call.window), "diagonal_offset": piece.q_index - piece.k_index}
+        yield rows, keys, columns, mask | mods
+
+
+def _of_part(bias: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
+    """Returns a view of the bias of some rows and keys."""
+    bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias
+    return bias[..., keys] if bias.shape[-1] > 1 else bias
 
 
 def _is_one_call(call: Call, fetch: Fetch, batch: int) -> bool:
@@ -75,6 +125,14 @@ def _fetched(call: Call, fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
     """Returns the needed rows of the whole sequence, in its order."""
     rows = exchange(x.transpose(0, 1).index_select(0, fetch.sent), fetch.send, fetch.receive, call.link)
     return rows.index_select(0, fetch.order).transpose(0, 1)
+
+
+def _returned(call: Call, fetch: Fetch, grad: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of this rank's rows, from those of the rows that all ranks fetched."""
+    rows = torch.empty_like(grad.transpose(0, 1)).index_copy_(0, fetch.order, grad.transpose(0, 1))
+    sums = exchange(rows, fetch.receive, fetch.send, call.link)
+    total = sums.new_zeros((call.layout.rows[call.rank], *sums.shape[1:]))
+    return total.index_add_(0, fetch.sent, sums).transpose(0, 1)
 
 
 @lru_cache(LAYOUTS)

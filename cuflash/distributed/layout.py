@@ -6,6 +6,7 @@ import heapq
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -105,6 +106,7 @@ class Layout:
             raise ProblemError(f"ranks={ranks} is below 1; give the number of processes that share the sequence")
         self.cu_seqlens, self.kind = _bounds(seqlen), kind
         self.seqlen = self.cu_seqlens[-1]
+        self.bounds = np.array(self.cu_seqlens, np.int64)  # an array is no constant of a graph of torch.compile
         self.rank = group_rank if rank is None else self._checked(rank)
         chunk = check_integer("chunk", chunk)
         if chunk < 1:
@@ -232,6 +234,14 @@ class Layout:
         parts = parts or [(0, shards[0])]
         whole: Array = _concat([part for _, part in sorted(parts, key=lambda each: each[0])], dim)
         return whole
+
+    def joined(self, count: int) -> Layout:
+        """Returns the layout of fewer ranks, each of which holds the rows of `count` consecutive ranks."""
+        layout = copy(self)
+        layout.ranks, layout.rank = self.ranks // count, None
+        parts = [sum(self.spans[first : first + count], ()) for first in range(0, self.ranks, count)]
+        layout._hold(_spans(sorted((span.begin, span.end) for span in part)) for part in parts)
+        return layout
 
     @property
     def is_packed(self) -> bool:

@@ -35,6 +35,12 @@ def ring(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple
     return out, lse
 
 
+def ring_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    """Returns dq, dk, dv, None and dsinks."""
+    dq, dk, dv, dsinks = gradients(call, dout, dlse, q, k, v, out, lse, call.leaves.get("sinks"))
+    return dq, dk, dv, None, dsinks
+
+
 class _Ring(Function):
     @staticmethod
     def forward(
@@ -91,7 +97,7 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Returns dq, dk, dv and dsinks; the latter are this rank's part of a sum over all ranks."""
     ranks, wide = call.layout.ranks, _state_dtype(q)
-    options = {name: x for name, x in call.options.items() if name not in ("num_splits", "split_size")}
+    options = call.backward_options
     arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     dq = torch.zeros_like(q, dtype=wide)
     returning: Any = None

@@ -21,13 +21,20 @@ class Call:
 
     links: one for each axis of the mesh whose ranks the layout counts, the last fastest. options: keywords of
     `attention` that all parts of the call share. mods: those of score_mod, mask_mod, bias and sinks that the caller
-    passed.
+    passed. leaf_names: those of bias and sinks whose gradients are computed without autograd.
     """
 
     def __init__(
-        self, layout: Layout, links: Sequence[Link], window: Window, options: dict[str, Any], mods: dict[str, Any]
+        self,
+        layout: Layout,
+        links: Sequence[Link],
+        window: Window,
+        options: dict[str, Any],
+        mods: dict[str, Any],
+        leaf_names: Sequence[str] = (),
     ) -> None:
         self.layout, self.links, self.window, self.options, self.mods = layout, links, window, options, mods
+        self.leaf_names = leaf_names
         self.link, self.rank = links[0], rank_of(links)
 
     @property
@@ -35,6 +42,16 @@ class Call:
         """True if the bias differs from row to row."""
         bias = self.mods.get("bias")
         return bias is not None and bias.shape[-2] > 1
+
+    @property
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The bias and the sinks whose gradients are computed without autograd."""
+        return {name: self.mods[name] for name in self.leaf_names}
+
+    @property
+    def backward_options(self) -> dict[str, Any]:
+        """Keywords of `backward` that all parts of the call share."""
+        return {name: x for name, x in self.options.items() if name not in ("num_splits", "split_size")}
 
 
 def rank_of(links: Sequence[Link]) -> int:

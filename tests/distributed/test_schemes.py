@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +17,22 @@ CASES = 40  # of each number of ranks, unless --drawn gives a number
 SCRIPT = ROOT / "tests" / "support" / "distributed_cases.py"
 
 
-def run_ranks(ranks: int, folder: Path, *arguments: object) -> str:
-    """Runs the script as so many processes of a group; returns what they print. If one ends, so do the others."""
+def start_ranks(ranks: int, folder: Path, *arguments: object) -> list[subprocess.Popen[str]]:
+    """Starts the script as so many processes of a group."""
     store = folder / "store"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    running = [
+    return [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(ranks), str(store), *map(str, arguments)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )
         for rank in range(ranks)
     ]  # fmt: skip
+
+
+def run_ranks(ranks: int, folder: Path, *arguments: object) -> str:
+    """Runs the script as a group; returns what its processes print. If one ends, so do the others."""
+    running = start_ranks(ranks, folder, *arguments)
     try:
         return "\n".join(process.communicate()[0] for process in running)
     finally:
@@ -44,8 +50,62 @@ def test_drawn_cases_are_those_of_one_process(ranks: int, tmp_path: Path, reques
     assert "differs" not in text, text
 
 
-@pytest.mark.parametrize("check", ["agreement", "refusals", "mesh", "autograd", "repeated"])
+@pytest.mark.slow(30)
+@pytest.mark.parametrize(("ranks", "inner"), [(4, 2), (8, 4), (8, 2)])
+def test_drawn_cases_on_a_mesh_of_two_axes(
+    ranks: int, inner: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    count = request.config.getoption("drawn") or CASES // 2
+    text = run_ranks(ranks, tmp_path, "drawn", 0, count, inner)
+    assert text.count(f"ran {count}") == ranks, text
+    assert "differs" not in text, text
+
+
+def test_bad_calls_on_a_mesh_of_two_axes(tmp_path: Path) -> None:
+    text = run_ranks(4, tmp_path, "two_axes")
+    assert text.count("ran two_axes") == 4, text
+    assert "differs" not in text, text
+
+
+@pytest.mark.parametrize("check", ["agreement", "refusals", "mesh", "autograd", "repeated", "compiled", "torn_down"])
 def test_calls_of_two_ranks(check: str, tmp_path: Path) -> None:
     text = run_ranks(2, tmp_path, check)
     assert text.count(f"ran {check}") == 2, text
+    assert "differs" not in text, text
+
+
+@pytest.mark.parametrize("how", ["forward", "backward", "check"])
+def test_a_rank_that_ends_is_explained_to_the_others(how: str, tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path, "lost", how).split() == ["explained"]
+
+
+def test_a_rank_that_is_late_is_explained_after_the_timeout(tmp_path: Path) -> None:
+    running = start_ranks(2, tmp_path, "lost", "late")
+    try:
+        assert "explained" in running[0].communicate(timeout=100)[0]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_ctrl_c_ends_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    running = start_ranks(2, tmp_path, "interrupted")
+    try:
+        for process in running:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waits\n"
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            assert process.wait(timeout=100) != 0
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_the_ring_holds_three_copies_of_keys_at_most(tmp_path: Path) -> None:
+    text = run_ranks(4, tmp_path, "memory")
+    assert text.count("ran memory") == 4, text
     assert "differs" not in text, text
