@@ -67,10 +67,17 @@ def test_bad_calls_on_a_mesh_of_two_axes(tmp_path: Path) -> None:
     assert "differs" not in text, text
 
 
-@pytest.mark.parametrize("check", ["agreement", "refusals", "mesh", "autograd", "repeated", "compiled", "torn_down"])
+@pytest.mark.parametrize("check", ["agreement", "refusals", "mesh", "autograd", "repeated", "torn_down"])
 def test_calls_of_two_ranks(check: str, tmp_path: Path) -> None:
     text = run_ranks(2, tmp_path, check)
     assert text.count(f"ran {check}") == 2, text
+    assert "differs" not in text, text
+
+
+@pytest.mark.slow(30)
+def test_a_call_is_one_graph(tmp_path: Path) -> None:
+    text = run_ranks(2, tmp_path, "compiled")
+    assert text.count("ran compiled") == 2, text
     assert "differs" not in text, text
 
 
