@@ -89,7 +89,7 @@ def test_a_rank_that_ends_is_explained_to_the_others(how: str, tmp_path: Path) -
 def test_a_rank_that_is_late_is_explained_after_the_timeout(tmp_path: Path) -> None:
     running = start_ranks(2, tmp_path, "lost", "late")
     try:
-        assert "explained" in running[0].communicate(timeout=100)[0]
+        assert "explained" in running[0].communicate(timeout=250)[0]
     finally:
         for process in running:
             process.kill()
@@ -105,7 +105,7 @@ def test_ctrl_c_ends_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
         for process in running:
             process.send_signal(signal.SIGINT)
         for process in running:
-            assert process.wait(timeout=100) != 0
+            assert process.wait(timeout=250) != 0
     finally:
         for process in running:
             process.kill()

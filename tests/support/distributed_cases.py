@@ -337,7 +337,7 @@ def lost(rank: int, ranks: int, how: str) -> list[str]:
     """A rank that ends, or makes another call later, ends the others by the engine's timeout, with our sentence."""
     q = torch.randn(1, 8, 2, 8, requires_grad=True)
     group = dist.new_group(timeout=datetime.timedelta(seconds=5)) if how == "late" else None
-    out = attention(q, q, q, scheme="ring" if how == "backward" else "gather", group=group)
+    out = attention(q, q, q, scheme="ring" if how == "backward" else "gather")
     if rank == 1:
         if how == "late":
             time.sleep(60)
@@ -348,7 +348,7 @@ def lost(rank: int, ranks: int, how: str) -> list[str]:
         else:
             attention(q, q, q, scheme="ulysses", group=group, check=how == "check")
     except ExchangeError as error:
-        scheme = {"backward": "scheme='ring'", "check": "comparison of arguments"}.get(how, "scheme='ulysses'")
+        scheme = {"backward": "scheme='ring'", "forward": "scheme='ulysses'"}.get(how, "comparison of arguments")
         is_ours = str(error).startswith(f"{scheme}: rank 0 of 2 got no answer from the others")
         print("explained" if is_ours and isinstance(error.__cause__, RuntimeError) else f"another: {error}", flush=True)
     os._exit(0)
