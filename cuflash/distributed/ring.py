@@ -7,6 +7,7 @@ keys follow their keys one step behind, and reach their rank after a full turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .. import backward, forward, merge_states
+from .. import backward, forward
 from ..errors import UnsupportedError
 from .choice import ring_lacks
 from .exchange import Parcel, start_shift
@@ -63,7 +64,7 @@ def compute(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a rank's rows over the keys of all ranks."""
-    ranks, options = call.layout.ranks, call.options | {"out_dtype": _state_dtype(q)}
+    ranks, options = call.layout.ranks, dict(call.options)
     options.pop("deterministic", None)
     # A sink is the lse of a state whose out is 0.
     state = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=_state_dtype(q)), _first_lse(q, sinks)
@@ -72,13 +73,15 @@ def compute(
         keys, source = arriving, (call.rank - step) % ranks
         if step < ranks - 1:
             arriving, work = start_shift(keys, call.link)
+        options["sm_margin"] = call.sm_margin if step < ranks - 1 else 0
         if step == 0 and _keeps_order(call):
-            state = _merged(state, _local(call, q, k, v, options))
+            local, mask = _local(call, (q, k, v, *state))
+            _forward(*local[:3], out=local[3], lse=local[4], accumulate=True, **mask, **options)
         else:
             for part in _rectangles(call.layout, call.rank, source, call.window):
                 rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys.tensors)
-                one = _forward(q[:, rows], ks, vs, return_lse=True, **part.mask(call.window), **options)
-                state[0][:, rows], state[1][..., rows] = _merged((state[0][:, rows], state[1][..., rows]), one)
+                _forward(q[:, rows], ks, vs, out=state[0][:, rows], lse=state[1][..., rows], accumulate=True,
+                         **part.mask(call.window), **options)  # fmt: skip
         if step < ranks - 1:
             work.wait()
     return state[0].to(q.dtype), state[1]
@@ -97,31 +100,33 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Returns dq, dk, dv and dsinks; the latter are this rank's part of a sum over all ranks."""
     ranks, wide = call.layout.ranks, _state_dtype(q)
-    options = call.backward_options
+    options = call.backward_options | {"accumulate": True, "sm_margin": call.sm_margin if ranks > 1 else 0}
     arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     dq = torch.zeros_like(q, dtype=wide)
     returning: Any = None
+    delta = None
     for step in range(ranks):
         keys, source = arriving, (call.rank - step) % ranks
         if step < ranks - 1:
             arriving, work = start_shift(keys, call.link)
+        # The sums for this step's keys are still on their way from the rank before, so it adds to zeros.
         new = Parcel.of_buffer(torch.zeros_like(keys.buffer, dtype=wide), keys.tensors)
         if step == 0 and _keeps_order(call):
-            results = _local_gradients(call, dout, dlse, q, k, v, out, lse, options)
-            dq += results[0]
-            for total, grad in zip(new.tensors, results[1:], strict=True):
-                total[:, : grad.shape[1]] += grad
+            local_sums = (x[:, : k.shape[1]] for x in new.tensors)
+            local, mask = _local(call, (dout, q, k, v, out, lse, dq, *local_sums, *(() if dlse is None else (dlse,))))
+            (*arrays, dq_rows, dk_rows, dv_rows), some_dlse = local[:9], local[9] if dlse is not None else None
+            *_, delta = _backward(*arrays, dlse=some_dlse, grads_out=(dq_rows, dk_rows, dv_rows), return_delta=True,
+                                  **mask, **options)  # fmt: skip
+            delta = delta.view(lse.shape)
         else:
             for part in _rectangles(call.layout, call.rank, source, call.window):
                 rows, columns = slice(*part.q), slice(*part.k)
-                some_dlse = None if dlse is None else dlse[..., rows]
-                grads = _backward(dout[:, rows], q[:, rows], *(x[:, columns] for x in keys.tensors),
-                                           out[:, rows], lse[..., rows], dlse=some_dlse, **part.mask(call.window),
-                                           **options)  # fmt: skip
-                dq[:, rows] += grads[0]
-                for total, grad in zip(new.tensors, grads[1:], strict=True):
-                    total[:, columns] += grad
-        if returning is not None:  # the sums for this step's keys, from the ranks before
+                some = {"delta": delta, "dlse": dlse if delta is None else None}
+                some = {name: x[..., rows] for name, x in some.items() if x is not None}
+                targets = dq[:, rows], *(x[:, columns] for x in new.tensors)
+                _backward(dout[:, rows], q[:, rows], *(x[:, columns] for x in keys.tensors), out[:, rows],
+                          lse[..., rows], grads_out=targets, **some, **part.mask(call.window), **options)  # fmt: skip
+        if returning is not None:
             returning[1].wait()
             new.buffer.add_(returning[0].buffer)
         returning = start_shift(new, call.link)
@@ -158,34 +163,9 @@ def _local_documents(layout: Layout, rank: int, device: torch.device) -> dict[st
     return bounds_of(bounds, device, "q") | bounds_of(bounds, device, "k")
 
 
-def _local(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of the rank's rows over its own keys."""
-    mask = _local_mask(call, q.device)
-    arrays: Any = [x[0] for x in (q, k, v)] if call.layout.is_packed else (q, k, v)
-    out, lse = _forward(*arrays, return_lse=True, **mask, **options)
-    return (out[None], lse[None]) if call.layout.is_packed else (out, lse)
-
-
-def _local_gradients(
-    call: Call,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    options: dict[str, Any],
-) -> list[torch.Tensor]:
-    """Returns dq, dk and dv of the rank's own keys."""
-    mask = _local_mask(call, q.device)
-    if not call.layout.is_packed:
-        return [*_backward(dout, q, k, v, out, lse, dlse=dlse, **mask, **options)]
-    packed = [x[0] for x in (dout, q, k, v, out, lse)]
-    mask["dlse"] = None if dlse is None else dlse[0]
-    return [x[None] for x in _backward(*packed, **mask, **options)]
+def _local(call: Call, arrays: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Returns the arrays and the keywords of a call over the rank's own rows and keys. Packed rows have no batch."""
+    return [x[0] for x in arrays] if call.layout.is_packed else [*arrays], _local_mask(call, arrays[0].device)
 
 
 def _keeps_order(call: Call) -> bool:
@@ -197,12 +177,6 @@ def _first_lse(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Returns the lse of the state before the first key."""
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_state_dtype(q))
     return lse if sinks is None else lse.copy_(sinks[:, None])
-
-
-def _merged(
-    state: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return merge_states((state[0], other[0]), (state[1], other[1]))
 
 
 def _sinks_gradient(

@@ -14,6 +14,8 @@ from .layout import Layout
 from .rectangles import Window
 
 LAYOUTS = 8  # layouts and windows whose indices stay on the device: layers share them, and steps bring new ones
+# SMs that kernels leave to a transfer beside them: NCCL's thread blocks, one for each channel, share no SM with others.
+SM_MARGIN = 16
 
 
 class Call:
@@ -36,6 +38,11 @@ class Call:
         self.layout, self.links, self.window, self.options, self.mods = layout, links, window, options, mods
         self.leaf_names = leaf_names
         self.link, self.rank = links[0], rank_of(links)
+
+    @property
+    def sm_margin(self) -> int:
+        """SMs that kernels leave to a transfer beside them; 0 on the CPU."""
+        return SM_MARGIN
 
     @property
     def has_bias_rows(self) -> bool:

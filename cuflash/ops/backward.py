@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Never, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.foreign import answers_foreign, refuse_foreign
-from ..problem.operands import BACKWARD, VARLEN_OPS
-from ..problem.options import Array, WindowSize, is_zero, options_key
+from ..problem.operands import BACKWARD, VARLEN_OPS, Op, summing
+from ..problem.options import Array, WindowSize, check_flag, is_zero, options_key
 from ..problem.signatures import BackwardOptions
 from ..runtime.call import run
 from ..runtime.device_integers import check_on_device
@@ -27,6 +27,7 @@ def backward(
     lse: Any,
     *,
     captured_grads: None = ...,
+    return_delta: Literal[False] = ...,
     **options: Unpack[BackwardOptions],
 ) -> tuple[Array, Array, Array]: ...
 @overload
@@ -38,9 +39,36 @@ def backward(
     out: Any,
     lse: Any,
     *,
+    captured_grads: None = ...,
+    return_delta: Literal[True],
+    **options: Unpack[BackwardOptions],
+) -> tuple[Array, Array, Array, Array]: ...
+@overload
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Any,
+    lse: Any,
+    *,
     captured_grads: Sequence[Any],
+    return_delta: Literal[False] = ...,
     **options: Unpack[BackwardOptions],
 ) -> tuple[Array, Array, Array, tuple[Any, ...]]: ...
+@overload
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Any,
+    lse: Any,
+    *,
+    captured_grads: Sequence[Any],
+    return_delta: Literal[True],
+    **options: Unpack[BackwardOptions],
+) -> tuple[Array, Array, Array, tuple[Any, ...], Array]: ...
 @answers_foreign
 def backward(
     dout: Array,
@@ -52,7 +80,11 @@ def backward(
     *,
     dlse: Any = None,
     deterministic: bool = False,
+    sm_margin: int = 0,
     grads_out: Sequence[Any] | None = None,
+    accumulate: bool = False,
+    delta: Any = None,
+    return_delta: bool = False,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
@@ -76,7 +108,7 @@ def backward(
     captured_grads: Sequence[Any] | None = None,
     check: bool = False,
     **foreign: Never,
-) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, tuple[Any, ...]]:
+) -> Any:
     """Returns the gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`.
 
     It computes weights again from lse, so nothing of size seqlen_q x seqlen_k is stored.
@@ -99,10 +131,20 @@ def backward(
         Gradient of lse, in the shape and dtype of lse.
     deterministic : bool, default False
         True gives bitwise repeatable results (see Notes).
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others.
     grads_out : tuple (dq, dk, dv), optional
         Arrays to write to and return, None for a new one. They have the shapes and dtype of q, k, v and any strides,
         such as views of one packed array. They share no element with each other or with an input, repeat no memory and
         are writable.
+    accumulate : bool, default False
+        True adds the gradients to grads_out, three float32 arrays (float64 for float64). They are not rounded to the
+        dtype of q, and rows without a gradient keep their values.
+    delta : array (batch, heads_q, seqlen_q), optional
+        Row sums of dout · out less dlse, from a call with return_delta. out is then not read, and dlse must be None. It
+        saves a pass over dout and out for each further part of the keys.
+    return_delta : bool, default False
+        True returns delta, too.
     softmax_scale : float, default 1/sqrt(head_dim)
         Factor of the scores, from 1e-15 to 1e15.
     causal : bool, default False
@@ -160,6 +202,8 @@ def backward(
         Gradient of v, in its dtype.
     grads : tuple of arrays
         Only with captured_grads: their gradients, in the shapes and dtypes of the arrays. Sums are float32.
+    delta : array (batch, heads_q, seqlen_q)
+        Only with return_delta, in the dtype of lse. A query that sees no key has 0.
 
     Raises
     ------
@@ -227,6 +271,7 @@ def backward(
         diagonal_offset=diagonal_offset,
         softcap=softcap,
         deterministic=deterministic,
+        sm_margin=sm_margin,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         dropout_p=dropout_p,
@@ -238,20 +283,37 @@ def backward(
     if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
         varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         op, inputs = VARLEN_OPS["backward"], (*inputs, *varlen_args)
+    if delta is not None or accumulate is not False or return_delta is not False:
+        op = _summing(op, outs, accumulate, delta, return_delta, dlse)
+        inputs = inputs if delta is None else (*inputs, delta)
     mod_call = None
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None
     if not (is_plain and is_zero(dropout_p)):
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        mod_call = resolve_mods("backward", mod_args, varlen_args, options.options, captured_grads)
+        mod_call = resolve_mods(op, mod_args, varlen_args, options.options, captured_grads)
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(dropout_seed, q))
     elif dropout_seed is not None:
         check_seed(dropout_seed, q)
     if check is not False:
         check_on_device(op, (*inputs, *outs), options, check)
-    dq, dk, dv, *sums = run(op, inputs, options, None, outs)
+    dq, dk, dv, *more = run(op, inputs, options, None, outs)
+    deltas = (more.pop(0),) if op.delta == "returns" else ()
     if mod_call is None or captured_grads is None:
-        return dq, dk, dv
-    return dq, dk, dv, mod_call.captured_grads(sums)
+        return dq, dk, dv, *deltas
+    return dq, dk, dv, mod_call.captured_grads(more), *deltas
+
+
+def _summing(op: Op, outs: tuple[Any, ...], accumulate: Any, delta: Any, return_delta: Any, dlse: Any) -> Op:
+    """Returns the op with sums in float32 arrays, or an array of delta; raises ProblemError if arguments disagree."""
+    accumulates, returns_delta = check_flag("accumulate", accumulate), check_flag("return_delta", return_delta)
+    if accumulates and (not outs or any(x is None for x in outs)):
+        raise ProblemError(
+            "accumulate=True adds to grads_out; give grads_out=(dq, dk, dv), three float32 arrays, zeros at first"
+        )
+    if delta is not None and (returns_delta or dlse is not None):
+        name = "dlse" if dlse is not None else "return_delta"
+        raise ProblemError(f"delta and {name} were given; leave {name} out, as delta is known and includes dlse")
+    return summing(op, accumulates, "takes" if delta is not None else "returns" if returns_delta else None)
 
 
 def cached_keys_error(page_table: Any) -> UnsupportedError:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal, Never, Unpack, overload
 
+from ..errors import ProblemError
 from ..problem.foreign import answers_foreign, refuse_foreign
-from ..problem.operands import FORWARD, VARLEN_OPS, VarlenArgs
-from ..problem.options import Algorithm, Array, OutDtype, WindowSize, check_flag, is_zero, options_key
+from ..problem.operands import FORWARD, VARLEN_OPS, VarlenArgs, summing
+from ..problem.options import (
+    Algorithm,
+    Array,
+    OutDtype,
+    WindowSize,
+    check_algorithm,
+    check_flag,
+    is_zero,
+    options_key,
+)
 from ..problem.signatures import ForwardOptions
 from ..runtime.call import run
 from ..runtime.device_integers import check_on_device
@@ -41,6 +51,8 @@ def forward(
     return_lse: bool = False,
     out: Any = None,
     out_dtype: OutDtype | None = None,
+    lse: Any = None,
+    accumulate: bool = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
@@ -51,6 +63,7 @@ def forward(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    sm_margin: int = 0,
     score_mod: Any = None,
     mask_mod: Any = None,
     block_mask: Any = None,
@@ -98,6 +111,11 @@ def forward(
     out_dtype : "float32" or dtype object, optional
         Dtype of out; by default the dtype of q. "float32", or an object such as numpy.float32, keeps the full precision
         of 16-bit inputs.
+    lse : array (batch, heads_q, seqlen_q), optional
+        Array to write lse to.
+    accumulate : bool, default False
+        True adds these keys to a state over other keys, in place: out and lse hold it, and then the state over both
+        (see Notes). Both are required, in float32 (float64 for float64).
     cu_seqlens_q : int32 array (batch + 1,), optional
         Offsets of packed queries: q is (total, heads_q, head_dim). Sequence b has the rows
         cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1. It is legal without cu_seqlens_k.
@@ -122,6 +140,8 @@ def forward(
     split_size : int, optional
         Switch for equal bits in every layout (see Notes). Despite its name, it splits no keys: any multiple of
         128 has the same effect.
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others, such as NCCL's beside them; fewer than the GPU has (see Notes).
     score_mod : callable (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces the scaled and capped one.
     mask_mod : callable (b, h, q_idx, k_idx), optional
@@ -184,6 +204,17 @@ def forward(
     16-bit inputs with head dims that are multiples of 8 need alignment. They and their rows must begin at multiples of
     16 bytes, else UnsupportedError is raised.
 
+    SMs. With sm_margin, Hopper's kernels start one thread block on each other SM, and these take tiles until none is
+    left. So a kernel on another stream starts at once. Kernels for any GPU, and gradients with a mask_mod over head dim
+    128, have many short thread blocks instead: a kernel on a stream of higher priority starts when some of them end. A
+    margin may change the number of splits, and so bits, where num_splits is 0 and split_size is not given. On the CPU
+    it has no effect.
+
+    States. With accumulate, out and lse become those over the keys of both, as `merge_states` computes them, without
+    arrays in between. A query that sees no key here keeps its state. A state without keys has lse -inf, and its out is
+    not read. Give sinks to one of the parts alone. The algorithm is "flash2", no keys are split, and on a GPU
+    head_dim_v is at most 256.
+
     Precision. Scores are float32, so a weight is off by up to 1e-7 |score| of itself (0.01 at 10^5). On a GPU, scores
     past 10^8 may give NaN. |v| times seqlen_k must stay below 3.4e38; in bfloat16 on Hopper, |v| alone. On a GPU,
     float32 inputs are computed as three TF32 products. There a visible infinite element gives NaN, and elements past
@@ -227,20 +258,25 @@ def forward(
         max_seqlen_k=max_seqlen_k,
         num_splits=num_splits,
         split_size=split_size,
+        sm_margin=sm_margin,
         dropout_p=dropout_p,
     )
     # Type check inlined: this is the hot path.
     return_lse = return_lse if type(return_lse) is bool else check_flag("return_lse", return_lse)
-    outs, outputs = () if out is None else (out,), 1 + return_lse
+    outs: tuple[Any, ...] = () if out is lse is None else (out,) if lse is None else (out, lse)
+    outputs = max(len(outs), 1 + return_lse)
     op = FORWARD
     inputs: tuple[Any, ...] = (q, k, v)
     varlen_args: VarlenInputs = ()
     if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
         varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
         op, inputs = VARLEN_OPS["forward"], (*inputs, *varlen_args)
+    if accumulate is not False and check_flag("accumulate", accumulate):
+        _check_state(out, lse, algorithm, out_dtype)
+        op = summing(op, True)
     if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        mod_call = resolve_mods("forward", mod_args, varlen_args, options.options)
+        mod_call = resolve_mods(op, mod_args, varlen_args, options.options)
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(dropout_seed, q))
     elif dropout_seed is not None:
         check_seed(dropout_seed, q)
@@ -248,3 +284,15 @@ def forward(
         check_on_device(op, (*inputs, *outs), options, check)
     results: tuple[Array, Array] = run(op, inputs, options, outputs, outs)
     return results if return_lse else results[0]
+
+
+def _check_state(out: Any, lse: Any, algorithm: Any, out_dtype: Any) -> None:
+    """Raises ProblemError for arguments with which a call cannot add to a state."""
+    for name, x in (("out", out), ("lse", lse)):
+        if x is None:
+            raise ProblemError(
+                f"accumulate=True adds to the state in out and lse, but {name} is None; give both, in float32. lse "
+                "filled with -inf is a state without keys."
+            )
+    if check_algorithm(algorithm) != "flash2" or out_dtype is not None:
+        raise ProblemError("accumulate=True takes neither algorithm nor out_dtype; leave them out")

@@ -32,6 +32,7 @@ def lse(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    sm_margin: int = 0,
     score_mod: Any = None,
     mask_mod: Any = None,
     block_mask: Any = None,
@@ -78,6 +79,8 @@ def lse(
         Upper bound of the thread blocks that share the keys of a query; 0 chooses.
     split_size : int, optional
         Switch for equal bits in every layout; any multiple of 128 has the same effect.
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others.
     score_mod : callable (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces the scaled and capped one.
     mask_mod : callable (b, h, q_idx, k_idx), optional
@@ -131,6 +134,7 @@ def lse(
         max_seqlen_k=max_seqlen_k,
         num_splits=num_splits,
         split_size=split_size,
+        sm_margin=sm_margin,
     )
     op = LSE_ONLY
     inputs: tuple[Any, ...] = (q, k)
@@ -140,7 +144,7 @@ def lse(
         op, inputs = VARLEN_OPS["lse"], (*inputs, *varlen_args)
     if not score_mod is mask_mod is block_mask is bias is sinks is None:
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks)
-        mod_call = resolve_mods("lse", mod_args, varlen_args, options.options)
+        mod_call = resolve_mods(op, mod_args, varlen_args, options.options)
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(None, q))
     if check is not False:
         check_on_device(op, inputs, options, check)

@@ -18,7 +18,7 @@ from ..mods.graph.graph import Graph
 from ..mods.tracing.operand import is_integer, name_of_dtype
 from ..mods.tracing.trace import trace
 from ..problem.mod_spec import BIAS_AXES, Bias, ModSpec, captured, make_mod_spec
-from ..problem.operands import OPS, VARLEN_OPS, Op, Sizes, banded, mod_op
+from ..problem.operands import Op, Sizes, banded, mod_op
 from ..problem.options import Options, check_dropout, is_zero
 from ..units import kind_of
 from .block_mask import BlockMask
@@ -77,9 +77,9 @@ class ModCall(NamedTuple):
 
 
 def resolve_mods(
-    name: str, mod_args: ModArgs, varlen_args: VarlenInputs, options: Options, captured_grads: Any = None
+    plain: Op, mod_args: ModArgs, varlen_args: VarlenInputs, options: Options, captured_grads: Any = None
 ) -> ModCall:
-    """Resolves the mods of a call into an op and its extra inputs. name: the name of the plain op.
+    """Resolves the mods of a call into an op and its extra inputs. plain: the op without mods.
 
     varlen_args: arrays of lengths that the op takes; () for a dense call. options: before validation.
     """
@@ -91,7 +91,7 @@ def resolve_mods(
     sizes = None if block_mask is None else block_mask.sizes
     fits = not varlen_args or mask is None or (mask_band := band(mask.root)) is None or _fits(mask_band, options)
     digests = None if score is None else score.digest, None if mask is None else mask.digest
-    key = name, not varlen_args, *digests, bias, has_sinks, drops, sizes, fits
+    key = plain, *digests, bias, has_sinks, drops, sizes, fits
     if (kind := _call_kinds.get(key)) is None:
         if len(_call_kinds) >= MAX_KEYS:
             _call_kinds.clear()
@@ -131,16 +131,16 @@ class _CallKind(NamedTuple):
     has_mask: bool
 
 
-# The op's name, is_dense, digests of score_mod and mask_mod, the bias, has_sinks, drops, sizes of the block mask, and
+# The plain op, digests of score_mod and mask_mod, the bias, has_sinks, drops, sizes of the block mask, and
 # True if the arguments of a plain call can express the mask.
-_Key = tuple[str, bool, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool]
+_Key = tuple[Op, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool]
 MAX_KEYS = 1024
 _call_kinds: dict[_Key, _CallKind] = {}
 
 
 def _call_kind(key: _Key, score: Graph | None, mask: Graph | None) -> _CallKind:
-    name, is_dense, _, _, bias, has_sinks, drops, sizes, fits = key
-    plain, has_block_mask = (OPS if is_dense else VARLEN_OPS)[name], sizes is not None
+    plain, _, _, bias, has_sinks, drops, sizes, fits = key
+    has_block_mask = sizes is not None
     mask_band = None if mask is None or not fits else band(mask.root)
     if mask_band is not None:
         mask, has_block_mask = None, False
@@ -152,10 +152,10 @@ def _call_kind(key: _Key, score: Graph | None, mask: Graph | None) -> _CallKind:
 
 def _op_of(key: _Key, kind: _CallKind, grads: tuple[int, ...]) -> Op:
     """Returns the op of a call of this kind. grads: numbers of the arrays whose gradients it returns."""
-    name, is_dense, *_, sizes, _ = key
+    plain, *_, sizes, _ = key
     op = kind.op
     if kind.mod_spec.changes:
-        op = mod_op(name, not is_dense, kind.mod_spec, grads, sizes if kind.mod_spec.has_block_mask else None)
+        op = mod_op(plain, kind.mod_spec, grads, sizes if kind.mod_spec.has_block_mask else None)
     return op if kind.band is None or op.band is not None else banded(op, kind.band, sizes)
 
 

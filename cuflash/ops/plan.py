@@ -18,7 +18,7 @@ from ..problem.checks import check_output
 from ..problem.dtypes import check_dtype, named_dtype
 from ..problem.foreign import answers_foreign
 from ..problem.mod_arrays import check_mod_array
-from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs
+from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs, summing
 from ..problem.options import (
     Algorithm,
     DtypeLike,
@@ -56,6 +56,7 @@ def plan(
     algorithm: Algorithm = "flash2",
     out: Any = None,
     out_dtype: OutDtype | None = None,
+    accumulate: bool = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
@@ -66,6 +67,7 @@ def plan(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    sm_margin: int = 0,
     score_mod: Any = None,
     mask_mod: Any = None,
     block_mask: Any = None,
@@ -114,6 +116,8 @@ def plan(
         Array to write the result to. Only for op="forward".
     out_dtype : "float32" or dtype object, optional
         Dtype of out. Only for op="forward".
+    accumulate : bool, default False
+        True plans a call that adds to float32 arrays. Not for op="lse".
     cu_seqlens_q : int32 array, or shape (batch + 1,), optional
         Offsets of packed queries.
     cu_seqlens_k : int32 array, or shape (batch + 1,), optional
@@ -134,6 +138,8 @@ def plan(
         Upper bound of the thread blocks that share the keys of a query; 0 chooses. Not for op="backward".
     split_size : int, optional
         Switch for equal bits in every layout. Not for op="backward".
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others.
     score_mod : callable (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces the scaled and capped one. It refers to arrays, as in calls.
     mask_mod : callable (b, h, q_idx, k_idx), optional
@@ -193,6 +199,8 @@ def plan(
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
     if op == "lse" and not is_zero(dropout_p):
         raise ProblemError(f"op='lse' takes no dropout, but dropout_p={dropout_p}; leave it out")
+    if check_flag("accumulate", accumulate) and op == "lse":
+        raise ProblemError("op='lse' takes no accumulate; leave it out")
     if op != "backward" and captured_grads is not None:
         raise ProblemError(f"op={op!r} takes no captured_grads; leave it out")
     q_dtype = None if dtype is None else check_dtype("q", named_dtype(dtype))
@@ -209,6 +217,7 @@ def plan(
         max_seqlen_k=max_seqlen_k,
         num_splits=num_splits,
         split_size=split_size,
+        sm_margin=sm_margin,
         dropout_p=dropout_p,
     ).options
     varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
@@ -219,12 +228,14 @@ def plan(
     pairs = {name: _spec(name, operand, dtypes.get(name, q_dtype)) for name, operand in operands.items()}
     specs = {name: spec for name, (spec, _) in pairs.items()}
     misaligned = [name for name, (_, is_aligned) in pairs.items() if not is_aligned]
-    whole = OPS[op] if varlen_kwargs.keys().isdisjoint(operands) else VARLEN_OPS[op]
+    is_dense = varlen_kwargs.keys().isdisjoint(operands)
+    whole = OPS[op] if is_dense else VARLEN_OPS[op]
+    whole = summing(whole, True) if accumulate else whole
     if unknown := operands.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
     if not (is_plain and is_zero(dropout_p)):
-        of_sequences = () if whole is OPS[op] else tuple(varlen_kwargs.values())
+        of_sequences = () if is_dense else tuple(varlen_kwargs.values())
         shaped = {
             name: Shaped(_shape(name, x), q_dtype)
             for name, x in (("bias", bias), ("sinks", sinks))
@@ -233,7 +244,7 @@ def plan(
         bias, sinks = shaped.get("bias", bias), shaped.get("sinks", sinks)
         captured_grads = _of_shapes(captured_grads, shaped)
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        call = resolve_mods(op, mod_args, of_sequences, options, captured_grads)
+        call = resolve_mods(whole, mod_args, of_sequences, options, captured_grads)
         is_array = dropout_seed is not None and seed_number(dropout_seed) is None
         seed = dropout_seed if is_array else Shaped((), "int64")
         if not call.needs_seed:

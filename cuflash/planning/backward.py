@@ -152,7 +152,7 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     varlen = problem.seqlen_info
 
     def variant(op: str, source: str, tile: Tile | BackwardTile | None = None, code: ModCode | None = None) -> Variant:
-        return make_variant(problem, device, op, source, tile, code)
+        return make_variant(problem, device, op, source, tile, code, accumulates=problem.op.accumulates)
 
     if varlen is None:
         heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
@@ -406,7 +406,8 @@ def _warpgroup_variant(
     kernel = "backward" if isinstance(tile, WarpgroupBackwardTile) else "backward_dq_dkv"
     keys_as_rows = op != "backward_dq"
     mod_code = make_mod_code(problem, keys_as_rows, is_sparse=is_sparse) if changes_weights(problem) else None
-    return make_variant(problem, device, op, f"sm90/backward/{kernel}.cu", tile, mod_code)
+    source = f"sm90/backward/{kernel}.cu"
+    return make_variant(problem, device, op, source, tile, mod_code, accumulates=problem.op.accumulates)
 
 
 def _dq_dkv_variant(problem: Problem, device: Device, tile: WarpgroupDqDkvTile, is_sparse: bool = False) -> Variant:

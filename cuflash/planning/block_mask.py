@@ -145,7 +145,8 @@ def tile_counts_launch(
 
     first_counter: index in `semaphores` of the orders' counters, which are zero.
     """
-    variant = make_variant(problem, device, "tile_counts", "portable/tile_counts.cu")
+    accumulates = problem.op.accumulates
+    variant = make_variant(problem, device, "tile_counts", "portable/tile_counts.cu", accumulates=accumulates)
     of_batch, of_head, of_row = mask_tile_strides(problem)
     warps, tiles = PORTABLE_THREADS // WARP, problem.batch * problem.heads_q * num_q_blocks
     count_blocks = blocks_of(tiles, warps)

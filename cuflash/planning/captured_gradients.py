@@ -19,6 +19,7 @@ from ..mods.graph.linear import linear
 from ..problem.array_spec import ArraySpec, packed_strides
 from ..problem.dtypes import DTYPES
 from ..problem.mod_spec import BIAS_AXES, ModSpec
+from ..problem.operands import MOD_KINDS
 from ..problem.problem import Problem
 from ..problem.seqlen_info import PADDED_SLOT
 from . import tiles_sm80
@@ -124,7 +125,7 @@ def _clamped(index: int, extent: int) -> int:
 
 def with_captured_gradients(plan: Plan, problem: Problem, device: Device) -> Plan:
     """Returns the plan of backward, extended by launches for gradients of captured arrays, if there are any."""
-    names = [operand.name for operand in problem.op.outputs if operand.name not in ("dq", "dk", "dv")]
+    names = [operand.name for operand in problem.op.outputs if operand.dtype in MOD_KINDS]
     if not names:
         return plan
     gradients = _CapturedGradients(plan, problem, device)

@@ -36,8 +36,9 @@ def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: 
     varlen = problem.seqlen_info
     lists_seqlens = varlen is not None and stats_step == 1 and changes_weights(problem)
     variant = make_variant(
-        problem, device, "delta", "portable/delta.cu", out_dtype=problem.out_dtype, lists_seqlens=lists_seqlens
-    )
+        problem, device, "delta", "portable/delta.cu", out_dtype=problem.out_dtype, lists_seqlens=lists_seqlens,
+        accumulates=problem.op.accumulates, delta=problem.op.delta,
+    )  # fmt: skip
     fields |= {"stats_rows": stats_rows, "stats_step": stats_step, "stats_delta": 1 if stats_step == 2 else stats_rows}
     blocks, each = problem.heads_q * (stats_rows // DELTA_ROWS), 1
     if varlen is None:

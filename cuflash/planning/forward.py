@@ -51,7 +51,8 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
         row = tiles_sm90.choose(op, *dims, keys, is_capped)
         rows = () if row is None else (row,)
     decode_plan = None
-    for decode_plan in decode_plans(problem, device, rows):
+    # Splits and the warps of decode kernels have partial states of their own, and none adds to the caller's.
+    for decode_plan in () if problem.op.accumulates else decode_plans(problem, device, rows):
         yield decode_plan
     # If decode kernels are faster but spill, sm80's decode kernel runs: it also splits keys among thread blocks.
     if decode_plan is None:
@@ -83,6 +84,12 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm, problem.op.mod_spec is not None)
     itemsize = DTYPES[problem.dtype].itemsize
     tile = tiles_sm80.choose(rows, itemsize, problem.head_dim, problem.head_dim_v, device)
+    if tile is not None and problem.op.accumulates and problem.head_dim_v > tile.head_dim_v:
+        # Thread blocks share a row, and each would need the lse before the others change it.
+        raise UnsupportedError(
+            f"accumulate=True with head_dim_v {problem.head_dim_v} in {problem.dtype}; it takes up to "
+            f"{tile.head_dim_v} on {device.name}. Compute a float32 part, and add it by merge_states."
+        )
     if tile is None:
         raise UnsupportedError(
             f"head dims ({problem.head_dim}, {problem.head_dim_v}) in {problem.dtype} have no tile on {device.name} "
@@ -95,14 +102,16 @@ def _sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     algorithm = problem.options.algorithm if op == "forward" else "flash2"
     mod_code = make_mod_code(problem, is_sparse=is_block_sparse(problem))
     variant = make_variant(
-        problem, device, op, f"sm80/{op}.cu", tile, mod_code, out_dtype=problem.out_dtype, algorithm=algorithm
-    )
+        problem, device, op, f"sm80/{op}.cu", tile, mod_code, out_dtype=problem.out_dtype, algorithm=algorithm,
+        accumulates=problem.op.accumulates,
+    )  # fmt: skip
     num_q_blocks, batch_factor = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
     if (varlen := problem.seqlen_info) is not None:
         num_q_blocks, batch_factor = varlen.num_slots("q", problem.batch, tile.block_q), 1
     num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * batch_factor
-    if (split := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
+    split = None if problem.op.accumulates else split_plan(problem, device, tile, num_blocks, fallback)
+    if split is not None:
         return split
     fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}
     launches, workspace = with_mask_tiles(problem, device, [Launch(variant, num_blocks, fields)])
@@ -117,12 +126,17 @@ def _tma_boxes(problem: Problem, rows_q: int, box_k: TmaBox) -> dict[str, TmaBox
     return tma_boxes
 
 
+def _warpgroup_variant(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Variant:
+    name, accumulates = problem.op.name, problem.op.accumulates
+    source, out_dtype = f"sm90/forward/{name}.cu", problem.out_dtype
+    return make_variant(problem, device, name, source, tile, mod_code, out_dtype=out_dtype, accumulates=accumulates)
+
+
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
     """Returns the plan with persistent sm90 kernels: one thread block for each SM, which takes query blocks in turn."""
     if problem.seqlen_info is not None:
         return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), mod_code)
-    source = f"sm90/forward/{problem.op.name}.cu"
-    variant = make_variant(problem, device, problem.op.name, source, tile, mod_code, out_dtype=problem.out_dtype)
+    variant = _warpgroup_variant(problem, device, tile, mod_code)
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
     num_tiles = num_q_blocks * heads
@@ -136,7 +150,9 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
     key_range = problem.mask.key_range(0, problem.seqlen_q)
     tma_boxes = _tma_boxes(problem, problem.seqlen_q, TmaBox(tile.block_k, *key_range))
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_in_l2": together}
-    takes_counter = num_tiles > device.num_sms and not full
+    # With a margin also without a mask: a thread block that starts late, as another kernel holds its SM, would delay
+    # its whole share (5 times the SMs' share of the time).
+    takes_counter = num_tiles > device.num_sms and (not full or problem.options.sm_margin > 0)
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, takes_counter)
     launches, workspace = with_mask_tiles(problem, device, [launch])
     return make_plan(problem, device, launches, workspace, num_work=num_tiles)
@@ -146,8 +162,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
     """Returns the plan for variable-length sequences, whose query blocks the device counts."""
     lengths = problem.seqlen_info
     assert lengths is not None
-    source = f"sm90/forward/{problem.op.name}.cu"
-    variant = make_variant(problem, device, problem.op.name, source, tile, mod_code, out_dtype=problem.out_dtype)
+    variant = _warpgroup_variant(problem, device, tile, mod_code)
     num_q_blocks = min(lengths.num_slots("q", problem.batch, tile.block_q), lengths.batch_q * lengths.rows_q)
     num_tiles = num_q_blocks * problem.heads_q
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from .. import units
 from ..errors import UnsupportedError
 from ..problem.integers import integer_names
+from ..problem.operands import DeltaRole
 from ..problem.problem import LENGTHS, Problem
 from .device import Device
 from .mod_code import ModCode
@@ -240,6 +241,8 @@ def make_variant(
     algorithm: str = "flash2",
     is_varlen: bool | None = None,
     lists_seqlens: bool = False,
+    accumulates: bool = False,
+    delta: DeltaRole | None = None,
 ) -> Variant:
     """Returns the variant of a source for a problem. Dtypes and `is_varlen` default to the problem's."""
     arch, softcap, dtype = device.arch, False, dtype or problem.dtype
@@ -249,8 +252,9 @@ def make_variant(
         is_varlen = problem.seqlen_info is not None
     # By position, which makes the cache lookup faster.
     return variant_of(
-        op, source, arch, dtype, out_dtype or dtype, algorithm, tile, softcap, is_varlen, mod_code, lists_seqlens
-    )
+        op, source, arch, dtype, out_dtype or dtype, algorithm, tile, softcap, is_varlen, mod_code, lists_seqlens,
+        accumulates, delta,
+    )  # fmt: skip
 
 
 def blocks_of(length: int, step: int) -> int:

@@ -13,6 +13,7 @@ from .block_mask import block_mask_plan
 from .captured_gradients import with_captured_gradients
 from .device import Device
 from .forward import forward_plan
+from .margin import with_margin
 from .merge import MAX_STATES, merge_plan
 from .plan import Plan
 from .variant import Variant
@@ -52,6 +53,7 @@ def plan(
         return merge_plan(problem, device)
     if problem.op.name == "append_kv":
         return append_plan(problem, device)
+    problem, device = with_margin(problem, device, misaligned)
     if problem.op.name == "backward":
         return with_captured_gradients(backward_plan(problem, device, misaligned, spilled), problem, device)
     if problem.options.algorithm == "standard":

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..locks import Once
 from ..problem.dtypes import DTYPES
+from ..problem.operands import DeltaRole
 from .mod_code import ModCode
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupDqDkvTile, WarpgroupTile
@@ -37,8 +38,12 @@ PARAMS = {
     "portable/sum_tables.cu": "SumTablesParams",
     "portable/append_kv.cu": "AppendParams",
 }
-# Kernels with another parameter struct for variable-length sequences.
+# Kernels with another parameter struct for variable-length sequences, and for sums in float32 arrays of the call.
 PARAMS_OF_VARLEN = {"sm90/forward/forward.cu": "VarlenForwardParams", "sm90/forward/lse.cu": "VarlenForwardParams"}
+PARAMS_OF_SUMS = {
+    name: name.replace("Params", "StateParams" if "Forward" in name else "SumsParams")
+    for name in ("TiledForwardParams", "VarlenForwardParams", "TiledBackwardParams", "TiledDqDkvParams")
+}
 # Kernels that wait on the device for earlier kernels of the stream; portable/delta.cu runs before the last two.
 WAITING = {"sm90/decode/decode.cu", "sm90/decode/narrow.cu", "sm90/backward/backward.cu", "portable/tile_counts.cu"}
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupDqDkvTile
@@ -59,6 +64,8 @@ class Variant:
     is_varlen: bool = False  # True for variable-length sequences, whose lengths the device reads
     mod_code: ModCode | None = None
     lists_seqlens: bool = False  # delta only: True if it lists the lengths of sequences for kernels with mods
+    accumulates: bool = False  # True if results are added to float32 arrays
+    delta: DeltaRole | None = None  # delta only: the role of the caller's array
 
     def __hash__(self) -> int:
         return self._hash
@@ -94,6 +101,10 @@ class Variant:
         parts += [flag for flag in ("paged", "few", "single", "shares_heads") if getattr(self.tile, flag, False)]
         if self.lists_seqlens:
             parts.append("seqlens")
+        if self.accumulates:
+            parts.append("accumulates")
+        if self.delta is not None:
+            parts.append(f"{self.delta}_delta")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
         if self.mod_code is not None:
@@ -103,7 +114,10 @@ class Variant:
     @Once
     def params(self) -> str:
         """The name of its parameter struct."""
-        return (self.is_varlen and PARAMS_OF_VARLEN.get(self.source)) or PARAMS[self.source]
+        if self.delta is not None:
+            return "DeltaArrayParams"
+        name = (self.is_varlen and PARAMS_OF_VARLEN.get(self.source)) or PARAMS[self.source]
+        return PARAMS_OF_SUMS.get(name, name) if self.accumulates else name
 
     @property
     def of_warpgroups(self) -> bool:
@@ -134,6 +148,10 @@ class Variant:
             constants["VARLEN"] = 1
         if self.lists_seqlens:
             constants["LISTS_SEQLENS"] = 1
+        if self.accumulates:
+            constants["ACCUMULATES"] = 1
+        if self.delta is not None:
+            constants[f"{self.delta}_DELTA".upper()] = 1
         if self.mod_code is not None:
             constants |= self.mod_code.constants
         if self.tile is not None:

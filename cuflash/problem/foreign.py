@@ -103,7 +103,7 @@ NEEDLESS = {
     **dict.fromkeys(("enable_gqa", "num_kv_heads", "n_rep"), "heads_q may be any multiple of heads_kv"),
     **dict.fromkeys(("layout", "tensor_layout", "qkv_layout", "input_layout", "kv_layout"),
                     "help() of the function has the axes; arrays of any strides do, so transpose as a view"),
-    **dict.fromkeys(("kernel_options", "pack_gqa", "sm_margin", "scheduler_metadata", "backend", "implementation"),
+    **dict.fromkeys(("kernel_options", "pack_gqa", "scheduler_metadata", "backend", "implementation"),
                     "cuflash.plan shows which kernel runs"),
     **dict.fromkeys(("B", "batch", "batch_size", "H", "heads", "num_heads", "n_heads", "nheads", "head_num", "Q_LEN",
                      "q_len", "seqlen_q", "KV_LEN", "kv_len", "k_len", "seqlen_k"), "the shapes of the arrays have it"),

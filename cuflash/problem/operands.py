@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..locks import Once
 from ..mods.analysis.intervals import Band
@@ -24,6 +24,7 @@ MISSING_AXES: dict[int, tuple[str, ...]] = {
     3: ("batch_q", "batch_k"),
     2: ("batch_q", "batch_k", "heads_q", "heads_kv"),
 }
+DeltaRole = Literal["takes", "returns"]  # of an op: delta is one more input, or one more result
 INTEGERS = "int32"  # dtype of operands that hold lengths, pages and cache rows
 
 
@@ -67,6 +68,7 @@ class Op:
 
     mod_spec: the mods, whose arrays are among the inputs; None for a plain call. sizes: lengths of the block mask.
     band: visible keys, beside the mask of the options. plain: the op without its band, or without mods.
+    accumulates: True if results are added to float32 arrays. delta: the role of backward's delta, if it is an array.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Op:
     sizes: Sizes | None = None
     band: Band | None = None
     plain: Op | None = None
+    accumulates: bool = False
+    delta: DeltaRole | None = None
 
     # Ops are compared by identity, so a copy must be the op of calls, in another process, too.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,6 +167,17 @@ VARLEN_OPS = {
     for name, op in OPS.items()
 }
 
+
+@lru_cache(maxsize=16)
+def summing(op: Op, accumulates: bool, delta: DeltaRole | None = None) -> Op:
+    """Returns an op of `OPS` or `VARLEN_OPS` with float32 results to add to, or with an array of delta."""
+    outputs = tuple([x._replace(dtype="lse", optional=False) for x in op.outputs]) if accumulates else op.outputs
+    array = LSE._replace(name="delta")
+    inputs = (*op.inputs, array) if delta == "takes" else op.inputs
+    outputs = (*outputs, array) if delta == "returns" else outputs
+    return replace(op, inputs=inputs, outputs=outputs, accumulates=accumulates, delta=delta)
+
+
 # Kinds of mod operands: captured arrays of functions, a bias, the seed of dropout, and the tiles of a block mask.
 CAPTURED, BIAS, SEED, MASK_TILES = MOD_KINDS = "captured", "bias", "seed", "mask_tiles"
 ANYTHING = "anything"
@@ -171,20 +186,19 @@ DROPOUT_SEED = Operand("dropout_seed", (), SEED, optional=True, strided=False)
 
 
 @lru_cache(maxsize=256)
-def mod_op(
-    name: str, is_varlen: bool, mod_spec: ModSpec, grads: tuple[int, ...] = (), sizes: Sizes | None = None
-) -> Op:
-    """Returns the op of that name with mods. grads: numbers of the arrays whose gradients are results.
+def mod_op(plain: Op, mod_spec: ModSpec, grads: tuple[int, ...] = (), sizes: Sizes | None = None) -> Op:
+    """Returns an op with mods. grads: numbers of the arrays whose gradients are results.
 
     They are numbers in `ModSpec.arrays`; the number after the last is the sinks. sizes: lengths of its block mask.
     """
-    plain, more = (VARLEN_OPS if is_varlen else OPS)[name], _loaded(mod_spec)
+    more = _loaded(mod_spec)
     results = [*more, SINKS._replace(axes=(), dtype=CAPTURED)]  # a gradient has the dtype of its array
     more += [SINKS._replace(optional=True)] if mod_spec.has_sinks else []
     more += [DROPOUT_SEED] if mod_spec.drops else []
     more += [Operand("mask_tiles", (), MASK_TILES, optional=True, strided=False)] if mod_spec.has_block_mask else []
     grad_operands = tuple(results[number]._replace(name=f"d{results[number].name}", strided=False) for number in grads)
-    return Op(name, (*plain.inputs, *more), (*plain.outputs, *grad_operands), mod_spec, sizes, plain=plain)
+    inputs, outputs = (*plain.inputs, *more), (*plain.outputs, *grad_operands)
+    return replace(plain, inputs=inputs, outputs=outputs, mod_spec=mod_spec, sizes=sizes, plain=plain)
 
 
 @lru_cache(maxsize=256)
@@ -261,11 +275,13 @@ def _arguments(op: Op) -> tuple[Any, ...]:
         return banded, op.plain, op.band, op.sizes
     if op.name == "block_mask":
         return block_mask_op, op.mod_spec, op.sizes
+    if op.mod_spec is None:
+        base = (VARLEN_OPS if PACKED_OR_USED[0].name in op.index else OPS)[op.name]
+        return summing, base, op.accumulates, op.delta
     assert op.plain is not None
-    assert op.mod_spec is not None
     names = [*[f"d{each.name}" for each in op.mod_spec.arrays], "dsinks"]
     grads = tuple([names.index(each.name) for each in op.outputs[len(op.plain.outputs) :]])
-    return mod_op, op.name, op.plain is VARLEN_OPS[op.name], op.mod_spec, grads, op.sizes
+    return mod_op, op.plain, op.mod_spec, grads, op.sizes
 
 
 def _op(source: Any, *arguments: Any) -> Op:

@@ -161,6 +161,12 @@ def _split_size(value: Any, context: OptionContext) -> int | None:
     return size
 
 
+def _sm_margin(value: Any, context: OptionContext) -> int:
+    if (margin := check_integer("sm_margin", value)) < 0:
+        raise ProblemError(f"sm_margin={margin} is negative; give how many SMs other kernels need, or 0")
+    return margin
+
+
 def _flag(name: str) -> Callable[[Any, OptionContext], bool]:
     return lambda value, _: check_flag(name, value)
 
@@ -217,6 +223,7 @@ class Options(NamedTuple):
     num_splits: Annotated[int, Option(_num_splits, ("forward", "lse"))] = 0
     split_size: Annotated[int | None, Option(_split_size, ("forward", "lse"))] = None
     dropout_p: Annotated[float, Option(lambda value, _: check_dropout(value), ("forward", "backward"))] = 0.0
+    sm_margin: Annotated[int, Option(_sm_margin)] = 0
     q_same_position: Annotated[bool, Option(_flag("q_same_position"), ("append_kv",))] = False
     rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
 
@@ -280,6 +287,7 @@ def options_key(
     num_splits: int = 0,
     split_size: int | None = None,
     dropout_p: float = 0.0,
+    sm_margin: int = 0,
     q_same_position: bool = False,
     rotary_interleaved: bool = False,
 ) -> OptionsKey:
@@ -288,7 +296,7 @@ def options_key(
         window_size = tuple(window_size)  # type: ignore[assignment]
     values = (
         softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
-        max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p, q_same_position, rotary_interleaved,
+        max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p, sm_margin, q_same_position, rotary_interleaved,
     )  # fmt: skip
     if type(window_size) is tuple and len(window_size) == 2:
         try:

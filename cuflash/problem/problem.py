@@ -82,6 +82,8 @@ class Problem(NamedTuple):
             # Backward also takes a float32 out of 16-bit inputs.
             wide = out.dtype == "float32" and DTYPES[q.dtype].itemsize == 2
             options = options._replace(out_dtype="float32" if wide else None)
+        elif op.accumulates and DTYPES[q.dtype].itemsize == 2:
+            options = options._replace(out_dtype="float32")
         options = options.validated(OptionContext(lengths["head_dim"], q.dtype))
         if layout is None:
             batch, seqlen_q, seqlen_k, *_ = lengths.values()

@@ -38,19 +38,25 @@ class ForwardOptions(SharedOptions[Any], total=False):
     """Keywords of `forward` except return_lse."""
 
     algorithm: Algorithm
+    sm_margin: int
     out: Any
     out_dtype: OutDtype | None
+    lse: Any
+    accumulate: bool
     check: bool
     num_splits: int
     split_size: int | None
 
 
 class BackwardOptions(SharedOptions[Any], total=False):
-    """Keywords of `backward` except captured_grads."""
+    """Keywords of `backward` except captured_grads and return_delta."""
 
     dlse: Any
     deterministic: bool
+    sm_margin: int
     grads_out: Sequence[Any] | None
+    accumulate: bool
+    delta: Any
     check: bool
 
 
@@ -65,6 +71,7 @@ class AttentionOptions(SharedOptions[Array], total=False):
 class CheckedOptions(AttentionOptions[Array], total=False):
     """Keywords of the `attention` of PyTorch except return_lse."""
 
+    sm_margin: int
     check: bool
 
 

@@ -88,6 +88,8 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
     specs = (*problem.specs[: len(plain.inputs)], *problem.specs[results_at : results_at + len(plain.outputs)])
     problem = problem._replace(op=plain, specs=specs)
     inputs = {name: x for name, x in named.items() if name in plain.index}
+    if problem.seqlen_info is None and plain.delta == "takes":
+        more["delta"] = inputs.pop("delta")
     if problem.seqlen_info is not None:
         results = sequences.run(problem, RUN[plain.name], inputs, out, **more)
     else:

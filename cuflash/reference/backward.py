@@ -29,19 +29,25 @@ def backward(
     lse: Array,
     dlse: Array | None = None,
     *,
+    delta: Array | None = None,
     block_q: int | None = None,
     block_k: int | None = None,
     mod_scores: ModScores | None = None,
     mod_gradients: ModGradients | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Returns `(dq, dk, dv)`: gradients of `sum(dout * out) + sum(dlse * lse)`, in shapes and dtypes of q, k and v.
 
     dout and out are (b, sq, hq, dv), lse and dlse (b, hq, sq). Rows that see no key, and keys that no row sees, get 0.
+    delta: the row sums, in place of out and dlse. They are one more result if the problem's op returns them. Results
+    that are added to arrays have the accumulator's dtype.
     mod_gradients: sums to which the gradients of captured arrays are added, or None.
     """
     dtype, softcap = accumulator(problem), problem.options.softcap
-    dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
+    dq, dk, dv = (np.zeros(x.shape, dtype if problem.op.accumulates else x.dtype) for x in (q, k, v))
     with np.errstate(all="ignore"):
+        if delta is None:
+            products = dout.astype(dtype, "C") * out.astype(dtype, "C")
+            delta = products.sum(axis=3).swapaxes(1, 2) - (0 if dlse is None else dlse.astype(dtype))
         for batch_idx, head_kv_idx in kv_heads(problem):
             dk_head = np.zeros((problem.seqlen_k, problem.head_dim), dtype)
             dv_head = np.zeros((problem.seqlen_k, problem.head_dim_v), dtype)
@@ -49,10 +55,8 @@ def backward(
                 dout_rows = block.fold(dout, dtype)
                 lse_rows = block.fold_lse(lse, dtype)
                 lse_rows = np.where(np.isneginf(lse_rows), np.inf, lse_rows)  # p = exp(s - inf) = 0: sees no key
-                delta = (dout_rows * block.fold(out, dtype)).sum(axis=1)
-                if dlse is not None:
-                    delta -= block.fold_lse(dlse, dtype)
-                are_finite = all(np.isfinite(x).all() for x in (delta, block.q)) and not np.isnan(lse_rows).any()
+                delta_rows = block.fold_lse(delta, dtype)
+                are_finite = all(np.isfinite(x).all() for x in (delta_rows, block.q)) and not np.isnan(lse_rows).any()
                 dq_rows = np.zeros_like(block.q)
                 for tile in key_tiles(problem, block, k, v, block_k, mod_scores, are_finite):
                     keys, masked = slice(tile.begin, tile.end), tile.masked
@@ -63,7 +67,7 @@ def backward(
                     ds = dout_rows @ tile.v.T  # dp
                     if tile.mod_tile is not None:
                         ds = tile.mod_tile.dropped(ds)
-                    ds -= delta[:, None]
+                    ds -= delta_rows[:, None]
                     ds *= p
                     if masked is not None:  # hidden pairs pass no NaN between row and key
                         p[masked] = ds[masked] = 0
@@ -88,4 +92,5 @@ def backward(
             dv[batch_idx, :, head_kv_idx] = dv_head
         if mod_gradients is not None:
             mod_gradients.add_sinks(dout, out, lse, dlse)
-    return dq, dk, dv
+        deltas = (np.where(np.isneginf(lse), 0, delta).astype(dtype),) if problem.op.delta == "returns" else ()
+    return dq, dk, dv, *deltas

@@ -84,15 +84,15 @@ def run(
     if out is not None:
         results[0] = out
     arrays = [operand for operand in op.inputs if operand.dtype != INTEGERS and operand.name in named]
+    delta = arrays.pop() if op.delta == "takes" else None
     for b, one in each(problem, named):
         mask, runs = problem.seqlen_info.mask(one.num_queries, len(one.keys[0])), one.runs()
         per_sequence = []
         for keys in runs:
-            parts = [
-                _rows_first(operand, _rows_first(operand, named[operand.name])[one.place(operand, keys)][None])
-                for operand in arrays
-            ]
+            parts = [_part(operand, named, one, keys) for operand in arrays]
             more: dict[str, Any] = {} if mod_gradients is None else {"mod_gradients": mod_gradients}
+            if delta is not None:
+                more["delta"] = _part(delta, named, one, keys)
             if mod_scores is not None:
                 more["mod_scores"] = replace(
                     mod_scores,
@@ -109,6 +109,11 @@ def run(
         for operand, result, part in zip(op.outputs, results, merged, strict=False):
             _rows_first(operand, result)[one.place(operand)] = _rows_first(operand, part)[0]
     return results
+
+
+def _part(operand: Operand, named: Named, one: One, keys: slice) -> Array:
+    """Returns one sequence's rows of an input, or some of its keys, as a batch of one."""
+    return _rows_first(operand, _rows_first(operand, named[operand.name])[one.place(operand, keys)][None])
 
 
 def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
@@ -227,8 +232,10 @@ def _rows_first(operand: Operand, x: Array) -> Array:
 
 
 def _empty(problem: Problem, operand: Operand, named: Named) -> Array:
-    shape = problem.shape(operand)
+    shape, accumulator = problem.shape(operand), DTYPES[problem.dtype].accumulator
     if operand.axes == LSE_AXES:
-        return np.full(shape, -np.inf, DTYPES[problem.dtype].accumulator)
+        return np.full(shape, 0 if operand.name == "delta" else -np.inf, accumulator)
+    if problem.op.accumulates:
+        return np.zeros(shape, accumulator)
     wide = operand.dtype == "out" and problem.out_dtype != problem.dtype
     return np.zeros(shape, np.float32 if wide else named["q"].dtype)

@@ -56,19 +56,34 @@ def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Arr
     check_integers(problem, named)
     results: Sequence[Array]
     # The output given by the caller, whose rows outside all sequences keep their values.
-    target = None if problem.seqlen_info is None or problem.seqlen_info.zero_unused_rows else outs[0]
+    keeps_rows = problem.seqlen_info is not None and not problem.seqlen_info.zero_unused_rows
+    target = outs[0] if keeps_rows and not problem.op.accumulates else None
     out = None if target is None else as_4d(target)
     if problem.op.mod_spec is not None:
         results = reference.run_with_mods(problem, named, out)
     elif problem.seqlen_info is not None:
         results = reference.of_sequences(problem, named, out)
     else:
-        results = reference.RUN[problem.op.name](problem, *named.values())
+        keywords = {"delta": named.pop("delta")} if problem.op.delta == "takes" else {}
+        results = reference.RUN[problem.op.name](problem, *named.values(), **keywords)
+    if problem.op.accumulates:
+        results = _sums(problem, results, outs)
     shaped = [np.asarray(x).reshape(shape) for x, (shape, _) in zip(results, problem.outputs, strict=True)]
     for out, result in zip(outs, shaped, strict=False):
         if out is not None:
             out[...] = result
     return shaped
+
+
+def _sums(problem: Problem, results: Sequence[Array], outs: Sequence[Array | None]) -> list[Array]:
+    """Returns results of `accumulate`: a state blended with the caller's, or gradients added to the caller's."""
+    sums = [out.reshape(x.shape) for x, out in zip(results, outs, strict=False) if out is not None]
+    if problem.op.name == "forward":
+        merged = reference.merge_states((sums[0], results[0]), (sums[1], results[1]))
+        unseen = np.isneginf(results[1])  # rows that keep their state
+        unchanged = unseen.swapaxes(1, 2)[..., None], unseen
+        return [np.where(rows, state, new) for rows, state, new in zip(unchanged, sums, merged, strict=True)]
+    return [*[x + y for x, y in zip(sums, results, strict=False)], *results[len(sums) :]]
 
 
 def _writable(library: Library, name: str, array: Any, otherwise: str = "") -> Array:

@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
-from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import Structure, c_char, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,6 +81,19 @@ class ProblemParams(Structure):
         *_ints("rows_q rows_k batch_k mask_first mask_last mask_from_end zero_unused_rows"),
         *_ints("padded_rows_q padded_rows_k padding1"),
     ]
+
+
+def _derived(name: str, fields: Fields) -> Fields:
+    """Returns the fields of a struct with a base: they begin behind the base's padding."""
+    base = _STRUCTS[name]
+    size, step = ctypes.sizeof(type(name, (Structure,), {"_fields_": base})), _alignment_of(base)
+    padding: Fields = [("padding_of_base", c_char * (-size % step))] if size % step else []
+    return [*base, *padding, *fields]
+
+
+def _alignment_of(fields: Fields) -> int:
+    """Returns the alignment of a struct in C++, which aligns tensor maps."""
+    return ALIGNMENT if fields[0][1] is Map else 8
 
 
 _PROBLEM: Fields = [("problem", ProblemParams)]
@@ -206,6 +219,13 @@ _STRUCTS: dict[str, Fields] = {
         *_ints("num_pages page_size max_pages positions wide_table interleaved q_same_position num_key_blocks"),
     ],
 }
+_STRUCTS |= {
+    "DeltaArrayParams": _derived("DeltaParams", _pointers("delta")),
+    "TiledForwardStateParams": _derived("TiledForwardParams", [*_operands("out"), ("unused_of_state", c_int64 * 3)]),
+    "VarlenForwardStateParams": _derived("VarlenForwardParams", [*_operands("out"), ("unused_of_state", c_int64 * 3)]),
+    "TiledBackwardSumsParams": _derived("TiledBackwardParams", [*_operands("dq dk dv"), ("unused_of_sums", c_int64)]),
+    "TiledDqDkvSumsParams": _derived("TiledDqDkvParams", [*_operands("dq dk dv"), ("unused_of_sums", c_int64)]),
+}
 STRUCTS: dict[str, type[Structure]] = {
     name: type(name, (Structure,), {"_fields_": fields}) for name, fields in _STRUCTS.items()
 }
@@ -217,7 +237,7 @@ def size_of(name: str, mod_words: int = 0) -> int:
 
     mod_words: words of 8 bytes behind the struct, for mods (runtime/mod_params.py).
     """
-    size, step = ctypes.sizeof(STRUCTS[name]), ALIGNMENT if _STRUCTS[name][0][1] is Map else 8
+    size, step = ctypes.sizeof(STRUCTS[name]), _alignment_of(_STRUCTS[name])
     whole = -(-size // step) * step + 8 * mod_words
     return -(-whole // step) * step
 
@@ -293,7 +313,7 @@ class ParamBuffer:
         from cupy.cuda.function import CPointer
 
         memory = bytearray(size + ALIGNMENT)
-        self._owner = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self._owner = (c_char * len(memory)).from_buffer(memory)
         begin = -ctypes.addressof(self._owner) % ALIGNMENT
         self.address = ctypes.addressof(self._owner) + begin
         self.memory = memoryview(memory)[begin : begin + size]

@@ -17,6 +17,25 @@ constexpr int kChunkElements = 16 / kElementBytes;  // elements of one 16-byte a
 constexpr int kOutBytes = kOutDType == DType::kFloat32 ? 4 : 2;
 static_assert(kOutDType == kDType || kOutDType == DType::kFloat32, "out has the input dtype or float32");
 
+// True if results are added to float32 arrays: out and lse to a state, gradients to sums.
+#ifdef CUFLASH_ACCUMULATES
+constexpr bool kAccumulates = true;
+#else
+constexpr bool kAccumulates = false;
+#endif
+
+// delta.cu only: true if delta is an array of the caller: an input in place of the row sums, or one more result.
+#ifdef CUFLASH_TAKES_DELTA
+constexpr bool kTakesDelta = true;
+#else
+constexpr bool kTakesDelta = false;
+#endif
+#ifdef CUFLASH_RETURNS_DELTA
+constexpr bool kReturnsDelta = true;
+#else
+constexpr bool kReturnsDelta = false;
+#endif
+
 // Constants of kernels that work on tiles.
 #ifdef CUFLASH_HEAD_DIM
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;     // columns of q and k in shared memory; the operand may have fewer

@@ -82,6 +82,12 @@ struct TiledForwardParams {
   int unused;
 };
 
+// sm90/forward/forward.cu with kAccumulates, which reads and writes rows of out in global memory.
+struct TiledForwardStateParams : TiledForwardParams {
+  Operand out;
+  long long unused_of_state[3];
+};
+
 // sm90/forward/forward.cu and sm90/forward/lse.cu for variable-length sequences.
 struct VarlenForwardParams {
   TensorMap q_map, k_map, v_map, out_map;
@@ -95,6 +101,11 @@ struct VarlenForwardParams {
   int page_box;    // keys of a page per TMA copy; 0: threads copy each key
   int page_magic;  // unsigned: key / page size is key * page_magic / 2^page_shift, for keys below 2^31
   int page_shift;
+};
+
+struct VarlenForwardStateParams : VarlenForwardParams {  // as TiledForwardStateParams
+  Operand out;
+  long long unused_of_state[3];
 };
 
 // sm90/decode/{decode,narrow}.cu. The maps of k and v are those that forward takes.
@@ -156,6 +167,11 @@ struct DeltaParams {
       most_parts;          // thread blocks per key block: wanted for sequences of about one length, and most
   int last_steps;          // steps of a key block if only the last, partial wave is shared; else 0
   int sequences_together;  // sequences that alternate in the list: a power of two, up to 32
+};
+
+// portable/delta.cu with a delta of the caller: read, or written.
+struct DeltaArrayParams : DeltaParams {
+  float* delta;  // (batch, heads_q, seqlen_q), contiguous
 };
 
 // sm80/backward.cu: dk, dv and the sums of dq.
@@ -254,6 +270,12 @@ struct TiledBackwardParams {
   const int *tile_counts, *key_steps, *key_order;               // of portable/tile_counts.cu; null unless block-sparse
 };
 
+// sm90/backward/backward.cu with kAccumulates, which adds rows of dk and dv from registers.
+struct TiledBackwardSumsParams : TiledBackwardParams {
+  Operand dq, dk, dv;
+  long long unused_of_sums;
+};
+
 // sm90/backward/backward_dq_dkv.cu, for each of its three gradients.
 struct TiledDqDkvParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
@@ -268,6 +290,11 @@ struct TiledDqDkvParams {
   int num_q_blocks, num_k_blocks;
   int heads_in_l2, stats_rows;  // heads_in_l2: query or kv heads whose blocks start longest first
   int first_semaphore;          // the first semaphore of this gradient
+};
+
+struct TiledDqDkvSumsParams : TiledDqDkvParams {  // as TiledBackwardSumsParams
+  Operand dq, dk, dv;
+  long long unused_of_sums;
 };
 
 // portable/block_mask.cu.

@@ -93,12 +93,20 @@ struct Conversion {
     }
     const Strip<kVarlen> at(problem, kRowsAreQueries, static_cast<int>(batch_head / heads), strip * 16);
     if (kVarlen && column >= columns) return;  // not earlier: the lanes of a warp search for their strip together
-    char* const gmem = at.place.address(out, kElementBytes, static_cast<int>(batch_head % heads));
+    constexpr int kBytes = kAccumulates ? 4 : kElementBytes;
+    char* const gmem = at.place.address(out, kBytes, static_cast<int>(batch_head % heads));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = at.row + g + 8 * h;
       if (row >= at.num_rows) break;
       const bool is_valid = row >= at.valid.begin && row < at.valid.end;
+      if constexpr (kAccumulates) {
+        float* const sums = reinterpret_cast<float*>(gmem) + row * out.stride_seqlen + column;
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+          if (is_valid && column + c < columns) sums[c] += x[h][c] * scale;
+        continue;
+      }
 #pragma unroll
       for (int c = 0; c < 8; c += kChunkElements) {
         Chunk<kDType> chunk;

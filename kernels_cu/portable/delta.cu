@@ -13,7 +13,13 @@
 #include "../ptx/grid.cuh"
 #include "key_blocks.cuh"
 
-static_assert(sizeof(DeltaParams) == kParamsBytes, "the host packs other parameters");
+using Params = Select<kTakesDelta || kReturnsDelta, DeltaArrayParams, DeltaParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
+
+template <class AnyParams>
+__device__ __forceinline__ float* delta_array(const AnyParams& p) {
+  return p.delta;
+}
 
 constexpr int kLanes = 8;
 constexpr int kRows = kNumThreads / kLanes;
@@ -136,8 +142,7 @@ using Rows = Select<kVarlen, VarlenRows, DenseRows>;
 // threads hold more of a sequence while they write the list.
 constexpr int kMinBlocks = !kVarlen ? 0 : kListsSeqlens ? 4 : 5;
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) CUFLASH_KERNEL(const __grid_constant__ Params p) {
   launch_next_kernel();
   if constexpr (kVarlen) {
     if (blockIdx.x < VarlenRows::blocks_for_slots(p)) {
@@ -159,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const bool sees = query >= visible.begin && query < visible.end;
   const bool whole = p.dout.aligned && p.out.aligned && p.problem.head_dim_v % kChunkElements == 0;
   const bool passed_over = (row < visible.begin || row >= visible.end) && row < work.num_rows();
-  const bool zeros_dq = passed_over && (p.semaphores != nullptr || p.q_blocks != nullptr);
+  const bool zeros_dq = !kAccumulates && passed_over && (p.semaphores != nullptr || p.q_blocks != nullptr);
 
 #pragma unroll 1
   for (int head = work.head; head < work.head_end; ++head) {
@@ -190,8 +195,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     float delta = 0.0f, lse = -infinity(), dlse = 0.0f;
     if (sees) {
       lse = p.lse[at];  // loaded first, to overlap with the loads below
-      if (p.dlse != nullptr) dlse = p.dlse[at];
-      delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
+      if constexpr (kTakesDelta) {
+        if (lane == 0) delta = delta_array(p)[at];
+      } else {
+        if (p.dlse != nullptr) dlse = p.dlse[at];
+        delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
+      }
     }
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
@@ -200,6 +209,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const bool nothing = lse == -infinity();
       stats[0] = nothing ? infinity() : kDType == DType::kFloat32 ? lse : lse * kLog2E;
       stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;
+    }
+    if constexpr (kReturnsDelta) {
+      if (lane == 0 && sees) delta_array(p)[at] = lse == -infinity() ? 0.0f : delta - dlse;
+      if (lane == 0 && passed_over)
+        delta_array(p)[at - query + work.place.begin - sequence.queries().begin + row] = 0.0f;
     }
     dout += p.dout.stride_head * kElementBytes, out += p.out.stride_head * kOutBytes;
     at += sequence.lse_offset(1) - sequence.lse_offset(0), stats += 2ll * p.stats_rows;

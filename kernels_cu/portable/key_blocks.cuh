@@ -146,6 +146,7 @@ __device__ inline void write_slots(const DeltaParams& p, int slot) {
 // Sets dk and dv to zero for the keys of a slot that no query sees.
 template <int kLanes>
 __device__ void zero_hidden_keys(const DeltaParams& p, int slot) {
+  if constexpr (kAccumulates) return;
   const ProblemParams& problem = p.problem;
   const RowSlots row_slots = RowSlots::of_slot(axis_of_keys(problem), slot, kPaddedSlot);
   const VarlenSequence sequence(problem, row_slots.sequence);

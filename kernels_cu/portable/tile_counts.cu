@@ -31,7 +31,7 @@ __device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
   const int count =
       p.block_q == 128 ? count_key_blocks<128>(p, sequence, head, tile) : count_key_blocks<64>(p, sequence, head, tile);
   if (threadIdx.x % 32 == 0) p.tile_counts[index] = count;
-  if (count > 0) return;
+  if (count > 0 || kAccumulates) return;
   const int end = const_min((tile + 1) * p.block_q, sequence.seqlen_q());
 #pragma unroll 1
   for (int row = tile * p.block_q + threadIdx.x % 32 / kLanes; row < end; row += 32 / kLanes) {

@@ -63,6 +63,23 @@ __device__ __forceinline__ void tma_store_5d(const TensorMap* map, unsigned smem
                : "memory");
 }
 
+// Starts the addition of a tile's floats inside the tensor, in this thread's bulk group.
+__device__ __forceinline__ void tma_add_4d(const TensorMap* map, unsigned smem_address, int c0, int c1, int c2,
+                                           int c3) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(smem_address), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_add_5d(const TensorMap* map, unsigned smem_address, int c0, int c1, int c2, int c3,
+                                           int c4) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(smem_address), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Orders this thread's accesses to shared memory and accesses by the copy engine or wgmma.

@@ -19,8 +19,8 @@
 //               warp is done with them at (B).
 //          If p and ds share one buffer, two more barriers enclose the reads of p, before ds is written.
 #include "../common/accumulators.cuh"
+#include "../common/float_rows.cuh"
 #include "../common/mask_tiles.cuh"
-#include "../ptx/red.cuh"
 #include "gemm_ab.cuh"
 #include "pointwise.cuh"
 #include "tile.cuh"
@@ -204,6 +204,20 @@ __device__ __forceinline__ void store_split(float* acc, const BackwardParams& pa
   }
 }
 
+// Adds a warp's accumulator of dk or dv to float32 rows of the call.
+template <int kCount>
+__device__ __forceinline__ void add_keys(const Operand& sums, const KeyWork& work, const float (&x)[kFragments][kCount],
+                                         const WarpRole& role, float scale, int columns) {
+  const Range visible = work.sequence.visible_keys();
+#pragma unroll
+  for (int r = 0; r < 2 * kFragments; ++r) {
+    const int key = work.keys.begin + role.key + threadIdx.x % 32 / 4 + 8 * r, first = 16 * role.member;
+    if (key >= work.keys.end || key < visible.begin || key >= visible.end) continue;
+    char* const row = work.place_of_keys().address(sums, 4, work.head, key, first);
+    add_row<false, kGroup>(reinterpret_cast<float*>(row), x[r / 2], r % 2, scale, columns - first, sums.aligned);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char smem_bytes[];
@@ -328,6 +342,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   if (params.dk_acc != nullptr) {
     store_split<kHeadDim>(params.dk_acc, params, same, dk, role);
     store_split<kHeadDimV>(params.dv_acc, params, same, dv, role);
+    return;
+  }
+  if constexpr (kAccumulates) {
+    add_keys(params.dk, same, dk, role, problem.score.softmax_scale, problem.head_dim);
+    add_keys(params.dv, same, dv, role, 1.0f, problem.head_dim_v);
     return;
   }
   // dk and dv take the place of k and v in shared memory, and leave from there.

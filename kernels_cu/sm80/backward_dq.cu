@@ -12,6 +12,7 @@
 // Barriers of the thread block, for each tile:
 //          (A)  the tile has arrived, and with two stages every warp is done with the previous tile
 //          (B)  with one stage: every warp is done with the tile
+#include "../common/float_rows.cuh"
 #include "gemm_ab.cuh"
 #include "pointwise.cuh"
 #include "rows.cuh"
@@ -156,11 +157,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const QueryWork& same = work.again(params);
   const Range visible_rows = same.sequence.visible_queries();
-  char* const out = same.sequence.queries().address(params.dq, kElementBytes, same.head);
+  char* const out = same.sequence.queries().address(params.dq, kAccumulates ? 4 : kElementBytes, same.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
     const int i = lane_row(same) + 8 * r;
     const bool sees = i >= visible_rows.begin && i < visible_rows.end;
+    if constexpr (kAccumulates) {
+      float* const row = reinterpret_cast<float*>(out) + i * params.dq.stride_seqlen;
+      if (sees) add_row<false>(row, dq[r / 2], r % 2, problem.score.softmax_scale, problem.head_dim, params.dq.aligned);
+      continue;
+    }
     sees ? scale_row(dq[r / 2], r % 2, problem.score.softmax_scale) : zero_row(dq[r / 2], r % 2);
     store_row(out + i * params.dq.stride_seqlen * kElementBytes, dq[r / 2], r % 2, problem.head_dim,
               i < same.written_end(), params.dq.aligned);

@@ -12,6 +12,7 @@
 // Barriers of the thread block, for each tile:
 //          (A)  k of the tile (with two stages its v, too) has arrived, and every warp is done with the previous tile
 //          (B)  with one stage: v has arrived, and every warp is done with k
+#include "../common/float_rows.cuh"
 #include "gemm_ab.cuh"
 #include "rows.cuh"
 #include "scores.cuh"
@@ -41,6 +42,18 @@ __device__ __forceinline__ void store_rows(const Params& params, const QueryWork
     softmax.finish(r, o_scale, row_lse);
     if (kVarlen && !is_used) row_lse = -infinity();
     const bool sees = row_lse != -infinity();
+    if constexpr (kAccumulates) {
+      Sink(params, work.head).add(o_scale, row_lse);
+      const bool changes = is_used && row_lse != -infinity();
+      const Blend both(changes ? lse[i] : 0.0f, row_lse);
+      __syncwarp();  // the lanes of a row have read its lse
+      if (!changes) continue;
+      if (!sees) zero_row(o[r / 2], r % 2);
+      both.out(reinterpret_cast<float*>(out) + i * params.out.stride_seqlen, o[r / 2], r % 2, o_scale * dropout.scale(),
+               params.problem.head_dim_v, params.out.aligned);
+      if (threadIdx.x % 4 == 0) lse[i] = both.lse;
+      continue;
+    }
     if (!kVarlen || is_used) Sink(params, work.head).add(o_scale, row_lse);
     !sees ? zero_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale * dropout.scale());
     store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.problem.head_dim_v - column,

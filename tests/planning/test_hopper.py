@@ -178,7 +178,7 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     monkeypatch.setattr(calls, "relaxed_capture", contextlib.nullcontext)  # the driver's
     q = SOME._replace(device="cuda:1")
     bias = ArraySpec.contiguous((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
-    op = mod_op("forward", False, make_mod_spec(None, None, Bias("float32", (False, True, True, True))))
+    op = mod_op(FORWARD, make_mod_spec(None, None, Bias("float32", (False, True, True, True))))
     problem = Problem.from_specs(op, [q, q, q, bias], Options())
     call, names = CachedCall(ValidatedCall(problem, (False,) * len(problem.op.names))), problem.op.names
     assert dict(call.plan.vector_loaded) == {"bias": 8}  # two of float32

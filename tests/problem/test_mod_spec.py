@@ -10,7 +10,7 @@ from cuflash.mods.graph.graph import variable
 from cuflash.mods.tracing.trace import trace
 from cuflash.problem.dropout import SHARES, share_kept
 from cuflash.problem.mod_spec import SCORE, Bias, captured, exchanged, make_mod_spec
-from cuflash.problem.operands import mod_op
+from cuflash.problem.operands import BACKWARD, FORWARD, mod_op
 
 TABLE, SLOPES = np.zeros((4, 9), np.float16), np.zeros(4)
 
@@ -29,7 +29,7 @@ def test_specs_of_equal_calls_are_equal_and_number_their_arrays() -> None:
     mod_spec = make_mod_spec(*graphs, bias, has_sinks=True)
     same = make_mod_spec(trace(score_mod, "score_mod"), trace(mask_mod, "mask_mod"), bias, has_sinks=True)
     assert (mod_spec, hash(mod_spec)) == (same, hash(same))
-    assert mod_op("forward", False, mod_spec) is mod_op("forward", False, same)
+    assert mod_op(FORWARD, mod_spec) is mod_op(FORWARD, same)
     assert mod_spec != make_mod_spec(*graphs, bias)
     assert [(each.name, each.dtype, each.rank) for each in mod_spec.arrays] == [
         ("captured0", "float16", 2), ("captured1", "float64", 1), ("captured2", "float64", 1), ("bias", "bfloat16", 3)
@@ -66,12 +66,12 @@ def test_queries_and_keys_change_places() -> None:
 
 def test_mod_op_reads_the_arrays_and_returns_the_requested_gradients() -> None:
     mod_spec = make_mod_spec(trace(score_mod, "score_mod"), None, Bias("float32", (True,)), has_sinks=True, drops=True)
-    op = mod_op("backward", False, mod_spec, (2, 0, 3))
+    op = mod_op(BACKWARD, mod_spec, (2, 0, 3))
     assert op.names[-11:] == ("captured0", "captured1", "bias", "sinks", "dropout_seed", "dq", "dk", "dv",
                               "dbias", "dcaptured0", "dsinks")  # fmt: skip
     assert op.plain is not None
     assert op.plain.mod_spec is None
-    assert op is mod_op("backward", False, mod_spec, (2, 0, 3))
+    assert op is mod_op(BACKWARD, mod_spec, (2, 0, 3))
 
 
 def test_share_kept_counts_weights_out_of_2_to_the_16() -> None:

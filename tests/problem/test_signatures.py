@@ -68,7 +68,7 @@ def overloaded(module: str, name: str) -> Callable[..., Any]:
     ("module", "name", "count"),
     [
         ("cuflash", "forward", 3),
-        ("cuflash", "backward", 2),
+        ("cuflash", "backward", 4),
         ("cuflash", "append_kv", 2),
         ("cuflash.frameworks.torch", "attention", 3),
         ("cuflash.frameworks.jax", "attention", 3),
@@ -87,7 +87,7 @@ def test_overloads_have_the_arguments_of_the_function(module: str, name: str, co
         assert hints.keys() == expected.keys()
         arrays = {argument for argument, hint in hints.items() if hint == Array | None}
         differ = {argument for argument, hint in hints.items() if hint != expected[argument]} - arrays
-        assert differ <= {"return", "return_lse", "captured_grads", "q"}
+        assert differ <= {"return", "return_lse", "return_delta", "captured_grads", "q"}
 
 
 def test_a_type_checker_sees_arrays_tuples_and_wrong_arguments(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def mod_problem(op: str = "forward", head_dim: int = 64, seqlen: int = 2048, **o
     """Returns the problem of a dense call with a sink for each head."""
     q = ArraySpec.contiguous((2, seqlen, 4, head_dim), "bfloat16")
     specs = [q] * (2 if op == "lse" else 3) + [ArraySpec.contiguous((4,), "float32")]
-    return Problem.from_specs(mod_op(op, False, make_mod_spec(None, None, has_sinks=True)), specs, Options(**options))
+    return Problem.from_specs(mod_op(OPS[op], make_mod_spec(None, None, has_sinks=True)), specs, Options(**options))
 
 
 def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int, int] = (16, 16), **more: Any) -> Plan:

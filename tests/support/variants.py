@@ -21,7 +21,7 @@ from cuflash.planning.tiles_sm80 import BACKWARD, DQ, TILES
 from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.dtypes import DTYPES as ROWS
-from cuflash.problem.operands import APPEND_KV, OPS, VARLEN_OPS, merge_op
+from cuflash.problem.operands import APPEND_KV, OPS, VARLEN_OPS, DeltaRole, merge_op, summing
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
@@ -61,13 +61,15 @@ def problem_of(
     used: bool = False,
     shared: bool = False,
     splits: int = 0,
+    accumulate: bool = False,
+    delta: DeltaRole | None = None,
     **arguments: Any,
 ) -> Problem:
     """Returns a causal problem of these head dims and keys.
 
     group: query heads of the kv head. packed: True for packed rows. used: True to give seqused_k. paged: True to give
     seqused_k and a page_table. shared: True if thread blocks may split keys, as with `used`. splits: num_splits then,
-    or 0.
+    or 0. accumulate, delta: as of `summing`.
     """
     if op == "merge":
         return merge_of(dtype, head_dim)
@@ -92,7 +94,11 @@ def problem_of(
             inputs[5] = ArraySpec.contiguous((group, queries), "float32")
         inputs += [bounds if packed else None, bounds if packed and not paged else None, None]
         inputs += [one if used or paged else None, *([table] if paged else [])]
-    return Problem.from_specs((VARLEN_OPS if packed or used or paged else OPS)[op], inputs, options)
+    plain = (VARLEN_OPS if packed or used or paged else OPS)[op]
+    if delta == "takes":
+        inputs += [None] * (len(plain.inputs) - len(inputs))
+        inputs.append(ArraySpec.contiguous((group, queries) if packed else (1, group, queries), "float32"))
+    return Problem.from_specs(summing(plain, accumulate, delta) if accumulate or delta else plain, inputs, options)
 
 
 def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Problem:
@@ -196,8 +202,27 @@ def variants(arch: str) -> tuple[Variant, ...]:
                     plans.append(plan_of("forward", *call, out_dtype=out_dtype, **way))
                 for deterministic, way in product((False, True), backward):
                     plans.append(plan_of("backward", *call, deterministic, out_dtype=out_dtype, **way))
+            plans += sums(dtype, dims, device, of_hopper)
         distinct |= dict.fromkeys(launch.variant for each in plans if each is not None for launch in each.launches)
     return tuple(distinct)
+
+
+def sums(dtype: str, dims: list[int], device: Device, of_hopper: bool) -> list[Plan | None]:
+    """Returns plans of calls that add to float32 arrays, or take or return delta. dims: head dims."""
+    aligned: dict[str, Any] = {"aligned": of_hopper or not is_hopper(device)}
+    pairs = [*((dim, dim) for dim in dims if dim in (64, 128, 256 if of_hopper else 192))]
+    pairs += [(32, 32), (96, 96), (192, 128)] if of_hopper else []
+    plans = []
+    for (dim, dim_v), packed in product(pairs, (False, True)):
+        call = dtype, dim, dim_v, device
+        plans.append(plan_of("forward", *call, accumulate=True, packed=packed, **aligned))
+        for deterministic in (False, True):
+            plans.append(plan_of("backward", *call, deterministic, accumulate=True, packed=packed, **aligned))
+    roles: tuple[DeltaRole, ...] = "takes", "returns"
+    for role, accumulate, packed in product(roles, (False, True), (False, True)):
+        more = {"delta": role, "accumulate": accumulate, "packed": packed, **aligned}
+        plans.append(plan_of("backward", dtype, 64, 64, device, **more))
+    return plans
 
 
 def failed_conditions(program: str, conditions: Iterable[str]) -> list[str]:

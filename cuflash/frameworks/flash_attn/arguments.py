@@ -15,7 +15,7 @@ import torch
 
 from ...errors import REFUSALS, ProblemError, UnsupportedError
 from ...problem.foreign import renamed
-from ...problem.options import WindowSize, check_flag, check_integer
+from ...problem.options import WindowSize, check_flag
 from ...units import kind_of
 from ..torch import attention, check_tensor
 from ..torch.ops import BOUNDS
@@ -43,6 +43,7 @@ def attend(
     num_splits: int = 0,
     mod_kwargs: dict[str, Any] | None = None,
     names: Mapping[str, str] = NAMES_3,
+    sm_margin: int = 0,
     **sequences: Any,
 ) -> Any:
     """Computes out, or (out, lse), from the arguments that both versions share, and varlen keywords of `attention`.
@@ -70,6 +71,7 @@ def attend(
             deterministic=deterministic,
             return_lse=return_lse,
             num_splits=num_splits,
+            sm_margin=sm_margin,
             **sequences,
             **(mod_kwargs or {}),
         )
@@ -86,8 +88,8 @@ def refuse_leftpad(name: str, leftpad: Any) -> None:
         )
 
 
-def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
-    """Raises for unsupported arguments. hints: pack_gqa and sm_margin. tensors: qv and descales."""
+def refuse_of_version_3(softmax_scale: Any, pack_gqa: Any, *tensors: Any) -> None:
+    """Raises for unsupported arguments, and a pack_gqa that is no flag. tensors: qv and descales."""
     if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:  # by type: arrays may have no truth value
         raise ProblemError(
             f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
@@ -99,11 +101,8 @@ def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: An
                 f"{name}: cuflash has neither a second product qv nor 8-bit inputs; leave the default, or take "
                 "FlashAttention-3's own function"
             )
-    pack_gqa, sm_margin = hints
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
-    if type(sm_margin) is not int:  # Before the validator, which takes longer
-        check_integer("sm_margin", sm_margin)
 
 
 def lengths_of(

@@ -80,8 +80,8 @@ def over_cache(
             # Options are validated before the cache is written. A q of a wrong shape is refused after that; the new
             # rows then lie behind the used ones, and count for nothing.
             check_flag("return_softmax_lse", return_lse)
-            splits = sequences["num_splits"]
-            options = Options(softmax_scale, causal, window_size, softcap=cap_of(softcap), num_splits=splits)
+            schedule = {name: sequences.get(name, 0) for name in ("num_splits", "sm_margin")}
+            options = Options(softmax_scale, causal, window_size, softcap=cap_of(softcap), **schedule)
             options.validated(OptionContext(1, "float32"))
         longest = in_host_memory("max_seqlen_q", sequences.get("max_seqlen_q"))
         longest = q.shape[-3] if longest is None else longest

@@ -206,6 +206,7 @@ def write_gradients(
     deterministic: bool,
     mod_kwargs: dict[str, Any] | None = None,
     names: Mapping[str, str] = NAMES,
+    sm_margin: int = 0,
     **sequences: Any,
 ) -> torch.Tensor:
     """Writes the gradients of q, k and v into the targets that are not None. inputs: (dout, q, k, v, out, lse).
@@ -226,6 +227,7 @@ def write_gradients(
         "window_size": window_of(window_size),
         "diagonal_offset": None,
         "softcap": cap_of(softcap),
+        "sm_margin": sm_margin,
         **sequences,
         **(mod_kwargs or {}),
     }

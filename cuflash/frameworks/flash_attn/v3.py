@@ -4,8 +4,8 @@
 
 The order of arguments differs from version 2, in `cuflash.frameworks.flash_attn_interface`. That module's text on
 masks, lengths, dtypes and refused arguments also holds here. `num_splits` is the largest number of thread blocks that
-share the keys of a query, 0 for an automatic choice. `pack_gqa`, `sm_margin` and `scheduler_metadata` are accepted
-without effect: cuflash schedules each call itself.
+share the keys of a query, 0 for an automatic choice. `sm_margin` is that of `cuflash.forward`. `pack_gqa` and
+`scheduler_metadata` are accepted without effect: cuflash schedules each call itself.
 
 `s_aux` (heads_q,), float32, float16 or bfloat16, is one more logit of each head, without a value. FlashAttention's own
 functions lack it; vLLM's copy of them has it, and transformers passes sinks by this name. With `attention_chunk`, which
@@ -99,8 +99,10 @@ def flash_attn_func(
         Number of positions in a chunk, outside of which keys are hidden; 0 for none.
     num_splits : int, default 1
         Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
-    pack_gqa, sm_margin : optional
+    pack_gqa : optional
         Accepted without effect.
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others.
     deterministic : bool, default False
         Makes gradients bitwise repeatable.
     return_attn_probs : bool, default False
@@ -130,10 +132,10 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True).shape
     torch.Size([2, 100, 4, 64])
     """
-    refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, pack_gqa, qv, q_descale, k_descale, v_descale)
     shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
     mod_kwargs = later_mod_kwargs("s_aux", s_aux, q, attention_chunk)
-    return attend(q, k, v, *shared_args, num_splits=num_splits, mod_kwargs=mod_kwargs)
+    return attend(q, k, v, *shared_args, num_splits=num_splits, sm_margin=sm_margin, mod_kwargs=mod_kwargs)
 
 
 def flash_attn_varlen_func(
@@ -193,8 +195,10 @@ def flash_attn_varlen_func(
         Number of positions in a chunk, outside of which keys are hidden; 0 for none.
     num_splits : int, default 1
         Largest number of thread blocks that share the keys of a query; 0 for an automatic choice.
-    pack_gqa, sm_margin : optional
+    pack_gqa : optional
         Accepted without effect.
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others.
     deterministic : bool, default False
         Makes gradients bitwise repeatable.
     return_attn_probs : bool, default False
@@ -219,11 +223,11 @@ def flash_attn_varlen_func(
             f"seqused_q={seqused_q} is a number; give a tensor (batch,) or None. If this was meant as dropout_p, take "
             "cuflash.frameworks.flash_attn_interface: it has the order of flash-attn 2"
         )
-    refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, pack_gqa, qv, q_descale, k_descale, v_descale)
     shared_args = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
     mod_kwargs = later_mod_kwargs("s_aux", s_aux, q, attention_chunk)
     sequences = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, *shared_args, num_splits=num_splits, mod_kwargs=mod_kwargs, **sequences)
+    return attend(q, k, v, *shared_args, num_splits=num_splits, sm_margin=sm_margin, mod_kwargs=mod_kwargs, **sequences)
 
 
 def flash_attn_qkvpacked_func(
@@ -250,10 +254,10 @@ def flash_attn_qkvpacked_func(
         q, k, v = _split_heads(qkv, num_heads_q)
     else:
         q, k, v = unpack("qkv", qkv, 3)
-    refuse_of_version_3(softmax_scale, (None, sm_margin), None, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, None, None, q_descale, k_descale, v_descale)
     mod_kwargs = later_mod_kwargs("s_aux", None, q, attention_chunk)
     options = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
-    return attend(q, k, v, *options, mod_kwargs=mod_kwargs, names=_PACKED_NAMES)
+    return attend(q, k, v, *options, mod_kwargs=mod_kwargs, names=_PACKED_NAMES, sm_margin=sm_margin)
 
 
 def flash_attn_combine(
@@ -348,8 +352,10 @@ def flash_attn_with_kvcache(
         Number of positions in a chunk, outside of which keys are hidden; 0 for none.
     s_aux : Tensor (heads_q,), optional
         One more logit of each head, without a value: float32, float16 or bfloat16.
-    scheduler_metadata, pack_gqa, sm_margin : optional
+    scheduler_metadata, pack_gqa : optional
         Accepted without effect.
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others.
     qv, q_descale, k_descale, v_descale, cache_leftpad : None
         Not supported.
     return_softmax_lse : bool, default False
@@ -371,13 +377,13 @@ def flash_attn_with_kvcache(
     ProblemError, UnsupportedError, CompileError
         As in version 2.
     """
-    refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, pack_gqa, qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("rotary_seqlens", rotary_seqlens, cache_seqlens)
     table, rows = rows_of_table(page_table, "cache_batch_idx", cache_batch_idx)
     new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
     shared_args = softmax_scale, causal, window_size, softcap, return_softmax_lse
     cache_args = cache_seqlens, cache_leftpad, table, *shared_args
-    keywords: dict[str, Any] = {"cache_batch_idx": rows, "num_splits": num_splits}
+    keywords: dict[str, Any] = {"cache_batch_idx": rows, "num_splits": num_splits, "sm_margin": sm_margin}
     keywords |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": None if cu_seqlens_q is None else max_seqlen_q}
     mod_kwargs = later_mod_kwargs("s_aux", s_aux, q, attention_chunk)
     try:

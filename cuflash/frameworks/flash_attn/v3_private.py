@@ -85,7 +85,7 @@ def _flash_attn_forward(
 
     Raises as the public functions do; ProblemError for an `out_` of another shape, dtype or device.
     """
-    refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, pack_gqa, qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("seqlens_rotary", seqlens_rotary, seqused_k)
     refuse_leftpad("leftpad_k", leftpad_k)
     check_tensor("q", q)
@@ -93,7 +93,7 @@ def _flash_attn_forward(
     window = window_size_left, window_size_right
     check_out("out_", out_, q, v)
     table, rows = rows_of_table(page_table, "kv_batch_idx", kv_batch_idx)
-    keywords: dict[str, Any] = {"cache_batch_idx": rows, "num_splits": num_splits}
+    keywords: dict[str, Any] = {"cache_batch_idx": rows, "num_splits": num_splits, "sm_margin": sm_margin}
     keywords["mod_kwargs"] = later_mod_kwargs("s_aux", None, q, attention_chunk)
     is_appending = any(x is not None for x in (k_new, v_new, rotary_cos, rotary_sin))
     names = _CACHE_NAMES if is_appending else _NAMES | FROM_BOUNDS if seqused_k is None else _NAMES
@@ -149,7 +149,7 @@ def _flash_attn_backward(
     which is empty. Raises ProblemError where dq, dk or dv differs from q, k or v in shape or dtype; and as
     `cuflash.backward` does.
     """
-    refuse_of_version_3(softmax_scale, (None, sm_margin), None, None, None, None)
+    refuse_of_version_3(softmax_scale, None, None, None, None, None)
     try:
         sequences = lengths_of(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, None, max_seqlen_q, max_seqlen_k)
     except ProblemError as error:
@@ -157,4 +157,4 @@ def _flash_attn_backward(
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
     options = softmax_scale, is_causal, window, softcap, deterministic
-    return write_gradients(inputs, targets, *options, names=_BACKWARD_NAMES, **sequences)
+    return write_gradients(inputs, targets, *options, names=_BACKWARD_NAMES, sm_margin=sm_margin, **sequences)

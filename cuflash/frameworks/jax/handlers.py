@@ -175,10 +175,9 @@ def op_of(target: str, names: tuple[str, ...], mod_spec: ModSpec | None = None, 
 
     mod_spec and grads: as in `operands.mod_op`.
     """
-    is_varlen, name = not set(VARLEN_ARGS).isdisjoint(names), OPS[target].name
-    if mod_spec is not None:
-        return mod_op(name, is_varlen, mod_spec, grads)
-    return VARLEN_OPS[name] if is_varlen else OPS[target]
+    is_dense = set(VARLEN_ARGS).isdisjoint(names)
+    plain = OPS[target] if is_dense else VARLEN_OPS[OPS[target].name]
+    return plain if mod_spec is None else mod_op(plain, mod_spec, grads)
 
 
 def is_like_lse(name: str) -> bool:

@@ -24,7 +24,7 @@ from ...ops.dropout_seed import seed_number
 from ...ops.mods import ModArgs, resolve_mods
 from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
-from ...problem.operands import DROPOUT_SEED, Op, Sizes
+from ...problem.operands import DROPOUT_SEED, OPS, VARLEN_OPS, Op, Sizes
 from ...problem.options import Options, check_dropout
 from ...units import kind_of
 from .primitives import checked_array
@@ -46,7 +46,8 @@ def mod_operands(
     score, mask = (_graph(f, kind) for f, kind in ((mod_args.score_mod, "score_mod"), (mod_args.mask_mod, "mask_mod")))
     share = check_dropout(mod_args.dropout_p)
     block_mask = _checked(mod_args.block_mask)
-    call = resolve_mods("forward", ModArgs(score, mask, block_mask, bias, sinks, share), varlen_args, options)
+    plain = (VARLEN_OPS if varlen_args else OPS)["forward"]
+    call = resolve_mods(plain, ModArgs(score, mask, block_mask, bias, sinks, share), varlen_args, options)
     if dropout_seed is not None and not call.needs_seed:
         check_seed(dropout_seed)
     arrays = call.inputs_with(_seed(dropout_seed) if call.needs_seed else None)

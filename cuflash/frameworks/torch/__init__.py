@@ -95,6 +95,7 @@ def attention(
     cache_batch_idx: torch.Tensor | None = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    sm_margin: int = 0,
     score_mod: Any = None,
     mask_mod: Any = None,
     block_mask: Any = None,
@@ -146,6 +147,8 @@ def attention(
         Largest number of thread blocks that share the keys of a query in forward; 0 for an automatic choice.
     split_size : int, optional
         A multiple of 128, for batch-invariant results of forward (see `cuflash.forward`).
+    sm_margin : int, default 0
+        Number of SMs that the kernels leave to others, such as NCCL's beside them (see `cuflash.forward`).
     score_mod : function (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces a scaled one. Float tensors that it refers to get gradients.
     mask_mod : function (b, h, q_idx, k_idx), optional
@@ -230,6 +233,7 @@ def attention(
         "max_seqlen_k": max_seqlen_k,
         "num_splits": num_splits,
         "split_size": split_size,
+        "sm_margin": sm_margin,
         "dropout_p": dropout_p,
     }
     if check is not False:

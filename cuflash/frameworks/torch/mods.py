@@ -19,7 +19,7 @@ from ...ops.dropout_seed import seed_array, seed_number
 from ...ops.mods import ModArgs, ModCall, resolve_mods
 from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
-from ...problem.operands import DROPOUT_SEED, VarlenArgs
+from ...problem.operands import DROPOUT_SEED, OPS, VARLEN_OPS, VarlenArgs
 from ...problem.options import is_zero, options_key
 from ...runtime.call import run
 from .autograd import MAPPED, Ops, attend, outs_of, plain_ops
@@ -68,7 +68,8 @@ def mod_attention(
     options = options_key(**keywords)
     mod_args = _checked(mod_args, q)
     _refuse_recording(q)
-    call = resolve_mods("forward", mod_args, varlen_args, options.options)
+    plain = VARLEN_OPS if varlen_args else OPS
+    call = resolve_mods(plain["forward"], mod_args, varlen_args, options.options)
     if dropout_seed is not None and not call.needs_seed:
         check_seed(dropout_seed, q)
     if dropout_seed is None and call.needs_seed and any(map(is_mapped, (q, k, v))):
@@ -86,7 +87,7 @@ def mod_attention(
             out, lse = run(call.op, (q, k, v, *varlen_args, *inputs), options, 2, outs_of(out_axes, q, k, v))
             return out, lse
     packed_or_used = varlen_args.packed_or_used if varlen_args else ()
-    backward = resolve_mods("backward", mod_args, packed_or_used, options.options, captured_grads=tuple(leaves))
+    backward = resolve_mods(plain["backward"], mod_args, packed_or_used, options.options, captured_grads=tuple(leaves))
     is_varlen = bool(varlen_args)
     is_set = deterministic or torch.are_deterministic_algorithms_enabled()
     backward_options = plain_ops(options, is_set, is_varlen).backward_options

@@ -35,7 +35,7 @@ _TWICE = (
 # Types of numbers that the ops take unchanged; torch's are symbolic.
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = dict.fromkeys(("softmax_scale", "softcap"), (*_INTEGERS, float, torch.SymFloat)) | dict.fromkeys(
-    ("diagonal_offset", *BOUNDS, *SPLITS), _INTEGERS
+    ("diagonal_offset", *BOUNDS, *SPLITS, "sm_margin"), _INTEGERS
 )
 _ANY_CALL = OptionContext(1, "float32")  # no default is used
 
@@ -64,6 +64,7 @@ class Arguments(NamedTuple):
     max_seqlen_k: int | None = None
     num_splits: int | None = None
     split_size: int | None = None
+    sm_margin: int = 0
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], deterministic: bool) -> Arguments:
@@ -84,8 +85,9 @@ class Arguments(NamedTuple):
         causal = check_flag("causal", keywords["causal"])
         scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
         keywords["num_splits"] = keywords.get("num_splits") or None  # the schema's default stands for 0
-        sequences = (keywords.get(name) for name in _SEQUENCES)
-        return cls(scale, causal, left, right, offset, softcap, deterministic, *sequences)
+        sequences: Any = [keywords.get(name) for name in _SEQUENCES]
+        arguments = cls(scale, causal, left, right, offset, softcap, deterministic, *sequences)
+        return arguments._replace(sm_margin=keywords.get("sm_margin", 0))
 
     @property
     def varlen_args(self) -> VarlenArgs:
@@ -102,7 +104,8 @@ class Arguments(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """Returns the arguments as keywords of `cuflash.forward`."""
-        plain = {name: getattr(self, name) for name in ("softmax_scale", "causal", "diagonal_offset", "softcap")}
+        names = "softmax_scale", "causal", "diagonal_offset", "softcap", "sm_margin"
+        plain = {name: getattr(self, name) for name in names}
         sequences = {name: x for name in _SEQUENCES if (x := getattr(self, name)) is not None}
         return {**plain, "window_size": (self.window_left, self.window_right), **sequences}
 
@@ -147,7 +150,8 @@ _ARGUMENTS = (
 @torch.library.custom_op(
     "cuflash::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, {', '.join(f'SymInt? {name}=None' for name in SPLITS)})"
+    schema=f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, {', '.join(f'SymInt? {name}=None' for name in SPLITS)}"
+    ", SymInt sm_margin=0)"
     " -> (Tensor, Tensor)",
 )
 def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
@@ -158,7 +162,8 @@ def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments:
 @torch.library.custom_op(
     "cuflash::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_ARGUMENTS})"
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_ARGUMENTS}"
+    ", SymInt sm_margin=0)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(

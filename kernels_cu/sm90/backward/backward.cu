@@ -148,9 +148,23 @@ struct Consumer : Role {
     for (int kk = 0; kk < kBlockQ / 16; ++kk) stmatrix_x4_trans(target + kk * 2048, x + 4 * kk);
   }
 
+  // Adds a finished tile of dq, transposed, to the float32 rows of the call.
+  template <class AnyParams, int kCount>
+  __device__ __forceinline__ void add_transposed(const AnyParams& p, const float (&dq)[kCount], int head, int m) const {
+    const auto of = sequence();
+    const Range visible = of.visible_queries();
+    const int lane = fresh_thread() % 32, column = kDqColumns * group + 16 * warp + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int query = m * kBlockQ + i / 4 * 8 + lane % 4 * 2 + i % 2, at = column + i / 2 % 2 * 8;
+      if (query >= visible.begin && query < visible.end && at < p.problem.head_dim)
+        red_add_f32(float_row(p.dq, of.queries_from(query), head) + at, dq[i] * p.problem.score.softmax_scale);
+    }
+  }
+
   // Stages dq for DqWarp: as floats or, in the last key block, summed up and in the dtype of q.
   template <int kCount>
-  __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int m) const {
+  __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int head, int m) const {
     const int lane = fresh_thread() % 32;
     const unsigned warp_offset = (group * 4 + warp) * (kBytesDq / 4), target = smem.dq + warp_offset;
     bar_sync(kDqReady + group, kDqThreads);
@@ -174,7 +188,9 @@ struct Consumer : Role {
           mbarrier_arrive(smem.sum_empty);  // every lane, for racecheck (L41)
         }
       }
-      if constexpr (kDqTransposed) {
+      if constexpr (kAccumulates && kDqTransposed) {
+        add_transposed(params, dq, head, m);
+      } else if constexpr (kDqTransposed) {
         if (mode >= kDqFinish) bar_sync(kDqSumRead + group, 128);
         const float scale = params.problem.score.softmax_scale;
         const int query = m * kBlockQ + lane % 4 * 2;
@@ -190,7 +206,7 @@ struct Consumer : Role {
       } else {
         const int row = m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4;
         zero_outside(dq, row, sequence().visible_queries());
-        stage_rows<kDqColumns>(dq, params.problem.score.softmax_scale, target, 2048);
+        stage_rows<kDqColumns, kAccumulates>(dq, params.problem.score.softmax_scale, target, 2048);
       }
     }
   }
@@ -257,7 +273,7 @@ struct Consumer : Role {
     mbarrier_arrive_warp(smem.dout_empty + 8 * slot, is_leader);
     issue_ab<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
     wgmma_wait<1>(dq);
-    stage_dq(dq, n, m);
+    stage_dq(dq, n, head, m);
     if constexpr (!kPassesLate) pass_dq();
     if constexpr (!kBlockSparse) is_last = last();
     if (kPassesLate && !is_last) wait_query(n + 1);
@@ -285,6 +301,17 @@ struct Consumer : Role {
                           add_up_shared(dk, params.dk_acc, nth, thread, first, last);
                           add_up_shared(dv, params.dv_acc, nth, thread, first, last);
                         });
+  }
+
+  // Adds dk and dv to the float32 rows of the call.
+  template <class AnyParams>
+  __device__ __forceinline__ void add_gradients(const AnyParams& p) const {
+    const auto of = sequence();
+    const int key = block * kBlockK + group * kGroupRows + warp * 16 + fresh_thread() % 32 / 4;
+    const Range visible = of.visible_keys();
+    const auto rows_from = [&](int key) { return of.keys_from(key); };
+    add_rows(p.dv, dv, Dropout(p, 0, 0).scale(), key, visible, rows_from, kv_head, p.problem.head_dim_v);
+    add_rows(p.dk, dk, p.problem.score.softmax_scale, key, visible, rows_from, kv_head, p.problem.head_dim);
   }
 
   // Stores dk and dv before step n, through the shared memory of k and v, or through the warp's part of dq's.
@@ -341,7 +368,8 @@ struct Consumer : Role {
       bar_sync(kKeysConsumed + (kLeavesByDq ? group : 0), kKeysThreads);
       if constexpr (kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, is_leader);
       if (!is_shared() || add_up()) {
-        store_gradients(n);
+        if constexpr (kAccumulates) add_gradients(params);
+        else store_gradients(n);
       }
       if constexpr (!kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, is_leader);
       __syncwarp();

@@ -323,11 +323,24 @@ struct Consumer : Role {
                         [&](bool first, bool last) { add_up_shared(out, params.acc, nth, thread, first, last); });
   }
 
+  // Adds the warp's rows to the float32 rows of the call.
+  template <class AnyParams>
+  __device__ __forceinline__ void add(const AnyParams& p) const {
+    const float scale = kIsDv ? Dropout(p, 0, 0).scale() : p.problem.score.softmax_scale;
+    add_rows(
+        sums_of_gradient(p), out, scale, row(), work.visible_rows(), [&](int row) { return work.rows_from(row); },
+        work.head, kIsDv ? p.problem.head_dim_v : p.problem.head_dim);
+  }
+
   // Stores the warp's rows of the gradient, through the shared memory of a.
   __device__ __forceinline__ void store() {
     if constexpr (kSharesHeads) {
       if (!add_up()) return;
       work.find();  // again, as it would hold registers
+    }
+    if constexpr (kAccumulates) {
+      add(params);
+      return work.leave_rows(is_leader);
     }
     zero_outside(out, row(), work.visible_rows());
     const float scale = kIsDv ? Dropout(params, 0, 0).scale() : params.problem.score.softmax_scale;

@@ -108,6 +108,7 @@ struct DqWarp : Role {
       else bulk_add(target, source, kBytesDq);
       return;
     }
+    if constexpr (kAccumulates && kDqTransposed) return;  // the consumers have added the tile
     const auto of = sequence();
     const auto rows = of.queries_from(m * kBlockQ + (kDqByRows ? 64 * group : 0));
     const int column = kDqByRows ? 0 : kDqColumns * group;
@@ -119,8 +120,10 @@ struct DqWarp : Role {
     } else {
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) {
-        store_panels<kDqPanels>(params.dq_map, source + warp * (kBytesDq / 4), 2048, column, rows.from(16 * warp),
-                                head);
+        const unsigned staged = source + warp * (kBytesDq / 4);
+        if constexpr (kAccumulates)
+          add_panels<kDqColumns>(params.dq_map, staged, 2048, column, rows.from(16 * warp), head);
+        else store_panels<kDqPanels>(params.dq_map, staged, 2048, column, rows.from(16 * warp), head);
       }
     }
   }

@@ -8,7 +8,7 @@
 #include "../pipeline/work_ring.cuh"
 #include "../pipeline/step_ring.cuh"
 
-using Params = WithMods<TiledDqDkvParams>;
+using Params = WithMods<Select<kAccumulates, TiledDqDkvSumsParams, TiledDqDkvParams>>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 constexpr bool kRowsAreQueries = kGradient == Gradient::kDq, kWithDp = kGradient != Gradient::kDv;
@@ -20,6 +20,11 @@ constexpr int kOutDim = kIsDv ? kHeadDimV : kHeadDim;
 
 __device__ __forceinline__ const TensorMap& map_of_gradient(const TiledDqDkvParams& p) {
   return kIsDv ? p.dv_map : kGradient == Gradient::kDk ? p.dk_map : p.dq_map;
+}
+
+template <class AnyParams>
+__device__ __forceinline__ const Operand& sums_of_gradient(const AnyParams& p) {
+  return kIsDv ? p.dv : kGradient == Gradient::kDk ? p.dk : p.dq;
 }
 
 // Blocks of rows (or slots for them) of a head; heads of the rows; heads of the columns for one block of rows. If rows

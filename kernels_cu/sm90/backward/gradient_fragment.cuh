@@ -1,5 +1,6 @@
 // Helpers of the backward kernels on Hopper for a warpgroup's gradients in registers.
 #pragma once
+#include "../../common/float_rows.cuh"
 #include "../../common/score.cuh"
 #include "../../common/sequence.cuh"
 #include "../../ptx/mbarrier.cuh"
@@ -15,10 +16,20 @@ __device__ __forceinline__ void zero_outside(float (&x)[kCount], int row, Range 
     if (row + 8 * h < visible.begin || row + 8 * h >= visible.end) zero_row(x, h);
 }
 
-// Stores the warp's 16 rows to shared memory, as 16-bit numbers, in panels of `panel_bytes`.
-template <int kColumns>
+// Stores the warp's 16 rows to shared memory, as 16-bit numbers or as floats, in panels of `panel_bytes`.
+template <int kColumns, bool kAsFloats = false>
 __device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float scale, unsigned target,
                                            unsigned panel_bytes) {
+  if constexpr (kAsFloats) {
+    const int lane = fresh_thread() % 32;
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; i += 2) {
+      const int h = i / 2 % 2, chunk = i / 4 % 4 * 2 + lane % 4 / 2;  // of 16 bytes
+      st_shared_v2(target + i / 16 * panel_bytes + Swizzle<8>::offset(lane / 4 + 8 * h, chunk) + lane % 2 * 8,
+                   __float_as_uint(x[i] * scale), __float_as_uint(x[i + 1] * scale));
+    }
+    return;
+  }
   target = row_address(target);
 #pragma unroll
   for (int column = 0; column < kColumns; column += 16) {

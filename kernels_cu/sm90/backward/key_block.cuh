@@ -5,7 +5,7 @@
 #include "../config.cuh"
 #include "../pipeline/visible_sequence.cuh"
 
-using Params = WithMods<TiledBackwardParams>;
+using Params = WithMods<Select<kAccumulates, TiledBackwardSumsParams, TiledBackwardParams>>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(!kVarlen || kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 

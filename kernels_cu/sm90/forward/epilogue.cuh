@@ -1,6 +1,7 @@
 // The epilogue of forward on Hopper: normalised rows of o go through shared memory to out by TMA (L21). lse is stored
-// directly.
+// directly. With kAccumulates, rows are blended into float32 rows in global memory instead.
 #pragma once
+#include "../../common/float_rows.cuh"
 #include "mainloop.cuh"
 
 constexpr int kOutColumns = 128 / kOutBytes;  // columns of a panel of out
@@ -18,6 +19,10 @@ struct ForwardConsumer : ForwardMainloop<ForwardConsumer> {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         if (o_scale[h] == 0.0f) zero_row(o, h);
+    }
+    if constexpr (kAccumulates) {
+      blend(params, work, lse);
+      return;
     }
     // In dense kernels only the first lane computes the rows. In all lanes they would move other instructions, which
     // takes 2 % of capped calls at d 128 (L53).
@@ -46,6 +51,30 @@ struct ForwardConsumer : ForwardMainloop<ForwardConsumer> {
   }
 
  private:
+  // Blends this lane's rows into the state in out and lse. Rows without visible keys leave it unchanged.
+  template <class AnyParams>
+  __device__ __forceinline__ void blend(const AnyParams& p, const QueryWork& work, const float (&lse)[2]) const {
+    const auto sequence = work.sequence(p.problem);
+    const int row = work.row_begin + block_row() + fresh_thread() % 32 / 4;
+    float* const states = p.lse + sequence.lse_offset(work.head) + row;
+    bool changes[2];
+    float state[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      changes[h] = lse[h] != -infinity() && row + 8 * h < sequence.seqlen_q();
+      state[h] = changes[h] ? states[8 * h] : 0.0f;
+    }
+    __syncwarp();  // the lanes of a row have read its lse
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (!changes[h]) continue;
+      const Blend both(state[h], lse[h]);
+      float* const to = float_row(p.out, sequence.out_from(row + 8 * h), work.head);
+      both.out(to, o, h, o_scale[h], p.problem.head_dim_v, p.out.aligned);
+      if (fresh_thread() % 4 == 0) states[8 * h] = both.lse;
+    }
+  }
+
   // Returns the address where the warp stages panel n of the panels stored together.
   __device__ __forceinline__ unsigned out_smem(int n) const {
     return smem.out + ((group * 4 + warp) * kOutPanels + n) * kWarpPanelBytes;

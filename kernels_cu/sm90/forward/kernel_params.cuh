@@ -4,5 +4,7 @@
 #include "../../common/select.cuh"
 #include "../config.cuh"
 
-using KernelParams = WithMods<Select<kDecode, DecodeParams, Select<kVarlen, VarlenForwardParams, TiledForwardParams>>>;
+using DenseParams = WithMods<Select<kAccumulates, TiledForwardStateParams, TiledForwardParams>>;
+using VarlenParams = WithMods<Select<kAccumulates, VarlenForwardStateParams, VarlenForwardParams>>;
+using KernelParams = Select<kDecode, WithMods<DecodeParams>, Select<kVarlen, VarlenParams, DenseParams>>;
 static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parameters");

@@ -6,7 +6,7 @@
 struct DenseTileScheduler : WorkCounter {
   __device__ __forceinline__ void advance(const TiledForwardParams& params) { take_next(params, params.num_tiles); }
 
-  __device__ __forceinline__ DenseQueryWork work(const WithMods<TiledForwardParams>& params) const {
+  __device__ __forceinline__ DenseQueryWork work(const DenseParams& params) const {
     if (index >= params.num_tiles) return DenseQueryWork::none();
     const ProblemParams& problem = params.problem;
     const unsigned num_blocks = params.num_q_blocks;

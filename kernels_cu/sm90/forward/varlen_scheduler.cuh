@@ -35,8 +35,7 @@ struct VarlenTileScheduler : WorkCounter {
   // Writes the current work tile as number i of the thread block; returns false if there is none. It is written in two
   // pieces, which takes fewer registers.
   template <class Addresses>
-  __device__ __forceinline__ bool write_work(const WithMods<VarlenForwardParams>& params, const Addresses& smem,
-                                             unsigned i) {
+  __device__ __forceinline__ bool write_work(const VarlenParams& params, const Addresses& smem, unsigned i) {
     const ProblemParams& problem = params.problem;
     VarlenQueryWork work;
     const bool exists = index < num_numbers(params), is_leader = threadIdx.x % 32 == 0;

@@ -43,6 +43,15 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source,
   tma_store_5d(&map, source, column, rows.first(), head, rows.end, rows.batch);
 }
 
+__device__ __forceinline__ void add_box(const TensorMap& map, unsigned source, int column, const MapRows& rows,
+                                        int head) {
+  tma_add_4d(&map, source, column, rows.row, head, rows.batch);
+}
+__device__ __forceinline__ void add_box(const TensorMap& map, unsigned source, int column, const VarlenMapRows& rows,
+                                        int head) {
+  tma_add_5d(&map, source, column, rows.first(), head, rows.end, rows.batch);
+}
+
 // Issues the loads of a tile's panels, from these rows on. One thread calls. A panel comes by kBoxes copies of kBoxRows
 // rows, so that tiles of different heights share a tensor map.
 template <int kPanels, int kBoxes = 1, int kBoxRows = 0, class Rows>
@@ -58,6 +67,16 @@ __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned targe
       if (!kVarlen && kBoxes > 1 && from.row <= -kBoxRows) from.row = kPastTheEnd;
       load_box(target + panel * panel_bytes + box * kBoxRows * 128, map, barrier, panel * kPanelColumns, from, head);
     }
+  }
+}
+
+// Issues the additions of panels of floats, 32 columns each, in the current bulk group. One thread calls.
+template <int kColumns, class Rows>
+__device__ __forceinline__ void add_panels(const TensorMap& map, unsigned source, unsigned panel_bytes, int column,
+                                           const Rows& rows, int head) {
+#pragma unroll
+  for (int panel = 0; panel < kColumns / 32; ++panel) {
+    add_box(map, source + panel * panel_bytes, column + panel * 32, rows, head);
   }
 }
 
