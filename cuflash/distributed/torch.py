@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks.torch import check_tensor
@@ -260,7 +261,7 @@ def groups_of(group: Any) -> list[Any]:
     """Returns the ProcessGroups of a group, of the axes of a DeviceMesh, or of None; raises ProblemError without."""
     if not dist.is_available():
         raise UnsupportedError("this build of PyTorch has no torch.distributed; install one that has")
-    if hasattr(group, "get_group"):
+    if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             raise ProblemError(f"group={group!r} has {group.ndim} axes; give a mesh of 1 or 2, such as mesh[names]")
         if group.get_coordinate() is None:
