@@ -7,7 +7,6 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -119,6 +118,7 @@ class Layout:
         self.spans = tuple(spans)
         self.rows = tuple(sum(span.size for span in each) for each in self.spans)
         self.key = self.kind, self.ranks, self.cu_seqlens, self.spans
+        self._hash: int | None = None
 
     def _runs(self) -> list[list[tuple[int, int]]]:
         """Returns the runs of rows of each rank, ascending."""
@@ -264,16 +264,14 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.key == other.key
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.key)
-
     def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(self.key)
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to pickle: hashes of strings differ between processes."""
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+        return vars(self) | {"_hash": None}
 
     def __repr__(self) -> str:
         documents = len(self.cu_seqlens) - 1

@@ -311,7 +311,7 @@ def repeated(rank: int, ranks: int) -> list[str]:
 
 
 def two_axes(rank: int, ranks: int) -> list[str]:
-    """What a mesh of two axes does not run is refused; ranks that disagree anywhere in it get an error everywhere."""
+    """A mesh of two axes refuses what it does not run; ranks that disagree anywhere get an error everywhere."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
