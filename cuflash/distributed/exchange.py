@@ -46,6 +46,7 @@ class Shift:
     def wait(self) -> None:
         """Waits until they have arrived."""
         self._link.run(self._work.wait)
+        self._work = None  # it holds the buffers of both ways
 
 
 class Parcel(NamedTuple):

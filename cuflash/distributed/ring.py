@@ -77,9 +77,9 @@ def ring_forward(
             _forward(*local[:3], out=local[3], lse=local[4], accumulate=True, **mask, **options)
         else:
             for part, more in call.rectangles(source):
-                rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys.tensors)
-                _forward(q[:, rows], ks, vs, out=state[0][:, rows], lse=state[1][..., rows], accumulate=True, **more,
-                         **options)  # fmt: skip
+                rows, columns = slice(*part.q), slice(*part.k)
+                _forward(q[:, rows], *(x[:, columns] for x in keys.tensors), out=state[0][:, rows],
+                         lse=state[1][..., rows], accumulate=True, **more, **options)  # fmt: skip
         if step < ranks - 1:
             work.wait()
     return state[0].to(q.dtype), state[1]

@@ -289,7 +289,7 @@ def groups_of(group: Any) -> list[Any]:
 def __getattr__(name: str) -> Any:
     """Makes `uncompiled_attention`: a graph of torch.compile ends before it."""
     reason = (
-        "cuflash traces score_mod and mask_mod itself, a number of NumPy is an array for torch.compile, and dropout and "
-        "layouts by runs have no op: such calls run between graphs; leave fullgraph=False"
+        "cuflash traces score_mod and mask_mod itself, a number of NumPy is an array for torch.compile, and the op "
+        "takes no dropout and no layout by runs: such calls run between graphs; leave fullgraph=False"
     )
     return uncompiled(name, globals(), attention, reason)
