@@ -48,6 +48,8 @@ def test_runs_of_a_kind_make_its_layout(lengths: list[int], ranks: int, kind: An
     assert (copied.spans, copied.kind) == (layout.spans, "runs")
     assert copied != layout
     assert repr(copied).startswith("Layout(runs, ")
+    joined = layout.joined(ranks)
+    assert (joined.kind, joined.rows, joined) == ("runs", (layout.seqlen,), copied.joined(ranks))
 
 
 @given(LENGTHS, st.integers(1, 5), st.sampled_from(KINDS), st.integers(0, 2))

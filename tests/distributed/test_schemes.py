@@ -48,6 +48,12 @@ def test_a_call_is_one_graph(tmp_path: Path) -> None:
     assert_ranks(SCRIPT, 2, tmp_path, "compiled")
 
 
+@pytest.mark.slow(30)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_dropout_and_layouts_by_runs_run_between_graphs(ranks: int, tmp_path: Path) -> None:
+    assert_ranks(SCRIPT, ranks, tmp_path, "between_graphs")
+
+
 @pytest.mark.parametrize("how", ["forward", "backward", "check"])
 def test_a_rank_that_ends_is_explained_to_the_others(how: str, tmp_path: Path) -> None:
     assert run_ranks(SCRIPT, 2, tmp_path, "lost", how).split() == ["explained"]

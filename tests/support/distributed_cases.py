@@ -365,6 +365,7 @@ def two_axes(rank: int, ranks: int) -> list[str]:
         (q, {"scheme": "gather"}, "scheme='gather' runs on one axis, but the mesh has two"),
         (q, {"mask_mod": lambda b, h, i, j: i >= j}, "on a mesh of two axes the ring runs: it has no mask_mod"),
         (q[:, :, :1], {}, "1 query heads are no multiple of 2 ranks; give another mesh"),
+        (q, {"dropout_p": 0.1}, "there is no dropout_seed; give all ranks the same seed"),
         (q, {"layout": Layout(12, 2)}, f"the layout is for 2 ranks, but the group has {ranks}"),
         (q[:, 1:], {"layout": Layout(24, ranks)}, f"q has 5 rows, but rank {rank} holds {24 // ranks} of the layout"),
     ]
@@ -374,6 +375,43 @@ def two_axes(rank: int, ranks: int) -> list[str]:
     out = attention(wrapped, wrapped, wrapped)
     if not (out.shape == (1, 6 * ranks, 2, 8) and torch.equal(out.to_local(), attention(q, q, q, group=group))):
         wrong.append("DTensors on two axes give another out")
+    return wrong
+
+
+def between_graphs(rank: int, ranks: int) -> list[str]:
+    """Calls with dropout or a layout by runs run between graphs; a whole graph and the op refuse them."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    wrong = []
+    x = torch.randn(1, 6, 2, 8, requires_grad=True)
+    by_runs = Layout(6 * ranks, ranks, runs=[[(6 * each, 6 * each + 6)] for each in range(ranks)])
+    group = init_device_mesh("cpu", (ranks // 2, 2)) if ranks > 2 else None
+    calls: tuple[dict[str, Any], ...] = (
+        {"layout": by_runs}, {"layout": by_runs.joined(1)}, {"dropout_p": 0.3, "dropout_seed": 5}
+    )  # fmt: skip
+    for keywords in calls:
+
+        def step(x: Any, keywords: dict[str, Any] = keywords) -> Any:
+            return attention(x * 1, x, x, causal=True, group=group, **keywords) * 2
+
+        torch._dynamo.reset()
+        results = [step(x), torch.compile(step, backend="eager")(x)]
+        pairs = [(out, *torch.autograd.grad(out.square().sum(), x)) for out in results]
+        wrong += [
+            f"{keywords} in graphs" for eager, result in zip(*pairs, strict=True) if not torch.equal(eager, result)
+        ]
+        for call, text in (
+            (torch.compile(step, backend="eager", fullgraph=True), "such calls run between graphs"),
+            (lambda x, keywords=keywords: as_op(x, x, x, group=group, **keywords), "dropout or a layout by runs under"),
+        ):
+            torch._dynamo.reset()
+            try:
+                call(x)
+                wrong.append(f"{keywords}: no error")
+            except (RuntimeError, UnsupportedError) as error:
+                wrong += [] if text in str(error) else [f"{text}: {error}"]
+    if not torch.equal(as_op(x, x, x, group=group, dropout_seed=5)[0], attention(x, x, x, group=group)):
+        wrong.append("a seed without dropout changes out")
     return wrong
 
 
