@@ -1,4 +1,4 @@
-"""The three errors of a call. Each message says what was given, what is accepted and what to do."""
+"""The errors of a call. Each message says what was given, what is accepted and what to do."""
 
 
 class ProblemError(ValueError):
@@ -11,6 +11,10 @@ class UnsupportedError(NotImplementedError):
 
 class CompileError(RuntimeError):
     """A kernel that NVRTC refused. The message has the compiler's log, the variant's name and the source's path."""
+
+
+class ExchangeError(RuntimeError):
+    """A rank of `cuflash.distributed` that got no answer from the others: one has ended, or made another call."""
 
 
 REFUSALS = ProblemError, UnsupportedError

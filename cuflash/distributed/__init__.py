@@ -16,6 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ExchangeError
 from .layout import Layout
 from .work import plan
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from .torch import attention as attention
     from .torch import unshard as unshard
 
-__all__ = ["Layout", "attention", "plan", "region", "unshard"]
+__all__ = ["ExchangeError", "Layout", "attention", "plan", "region", "unshard"]
 
 
 def __getattr__(name: str) -> Any:

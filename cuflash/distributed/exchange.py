@@ -3,24 +3,76 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
-from ..errors import ProblemError
+from ..errors import ExchangeError, ProblemError
 
-_agreed: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose ranks were compared
+# The groups that were compared together with a group.
+_agreed: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+class Link(NamedTuple):
+    """The ranks of a group, this process's rank among them, and the user of the link for messages."""
+
+    group: Any
+    rank: int
+    ranks: int
+    purpose: str
+
+    def run(self, collective: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:
+        """Calls a collective; its errors say what to look at."""
+        try:
+            return collective(*operands, **keywords)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"{self.purpose}: rank {self.rank} of {self.ranks} got no answer from the others, as one has ended or "
+                "made another call. Look at the first error of any rank. If there is none, pass check=True, which "
+                "compares layouts, schemes, shapes and options of all ranks; a longer timeout of init_process_group "
+                "helps slow ranks"
+            ) from error
+
+
+class Shift:
+    """Rows on their way from the previous rank."""
+
+    def __init__(self, link: Link, work: Any) -> None:
+        self._link, self._work = link, work
+
+    def wait(self) -> None:
+        """Waits until they have arrived."""
+        self._link.run(self._work.wait)
+        self._work = None  # it holds the buffers of both ways
+
+
+class Parcel(NamedTuple):
+    """Tensors that travel as one buffer, of which they are views."""
+
+    buffer: torch.Tensor
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of_buffer(cls, buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> Parcel:
+        """Returns the tensors of these shapes in a buffer."""
+        parts = buffer.split([x.numel() for x in like])
+        return cls(buffer, [part.view(x.shape) for part, x in zip(parts, like, strict=True)])
+
+    @classmethod
+    def pack(cls, tensors: Sequence[torch.Tensor]) -> Parcel:
+        """Returns copies of tensors."""
+        return cls.of_buffer(torch.cat([x.reshape(-1) for x in tensors]), tensors)
 
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:
-        ctx.counts = receive, send, group
+    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], link: Link) -> torch.Tensor:
+        ctx.counts = receive, send, link
         rows = x.new_empty((sum(receive), *x.shape[1:]))
-        dist.all_to_all_single(rows, x.contiguous(), receive, send, group=group)
+        link.run(dist.all_to_all_single, rows, x.contiguous(), receive, send, group=link.group)
         return rows
 
     @staticmethod
@@ -28,41 +80,44 @@ class _Exchange(Function):
         return _Exchange.apply(grad, *ctx.counts), None, None, None
 
 
-def exchange(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
+def exchange(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], link: Link) -> torch.Tensor:
     """Returns the rows that all ranks sent, in the order of ranks.
 
     send: numbers of rows of x, along its first axis, for each rank. receive: numbers of rows from each rank. Gradients
     go back the same way.
     """
-    rows: torch.Tensor = _Exchange.apply(x, list(send), list(receive), group)
+    rows: torch.Tensor = _Exchange.apply(x, list(send), list(receive), link)
     return rows
 
 
-def start_shift(tensors: Sequence[torch.Tensor], rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], Any]:
-    """Begins to send tensors to the next rank; returns those of the previous rank, and the work to wait for.
+def start_shift(parcel: Parcel, link: Link) -> tuple[Parcel, Shift]:
+    """Begins to send a parcel to the next rank; returns that of the previous rank, and the work to wait for.
 
     It is an all-to-all in which one split is not empty: every backend has it, and NCCL skips empty splits. All ranks
-    have tensors of equal shapes.
+    have parcels of equal shapes.
     """
-    sent = torch.cat([x.reshape(-1) for x in tensors])
-    received = torch.empty_like(sent)
+    received, (_, rank, ranks, _) = torch.empty_like(parcel.buffer), link
     send, receive = [0] * ranks, [0] * ranks
-    send[(rank + 1) % ranks] = receive[(rank - 1) % ranks] = sent.numel()
-    work = dist.all_to_all_single(received, sent, receive, send, group=group, async_op=True)
-    parts = received.split([x.numel() for x in tensors])
-    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)], work
+    send[(rank + 1) % ranks] = receive[(rank - 1) % ranks] = received.numel()
+    work = link.run(dist.all_to_all_single, received, parcel.buffer, receive, send, group=link.group, async_op=True)
+    return Parcel.of_buffer(received, parcel.tensors), Shift(link, work)
 
 
-def check_agreement(group: Any, call: dict[str, Any], check: bool) -> None:
-    """Raises ProblemError on every rank if ranks disagree about a call, on a group's first call and with `check`.
+def needs_agreement(groups: Sequence[Any]) -> bool:
+    """True until the ranks of these groups, which are the axes of a mesh, were compared."""
+    return groups[-1] not in _agreed.get(groups[0], ())
 
-    call: what must be equal on all ranks, by name; values have a repr.
+
+def check_agreement(links: Sequence[Link], call: dict[str, Any]) -> None:
+    """Raises ProblemError on every rank if ranks disagree about a call.
+
+    links: those of all axes of a mesh. call: what must be equal on all ranks, by name; values have a repr.
     """
-    if group in _agreed and not check:
-        return
-    mine = {name: repr(value) for name, value in call.items()}
-    calls: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(calls, mine, group=group)
+    calls: list[Any] = [{name: repr(value) for name, value in call.items()}]
+    for link in reversed(links):
+        of_ranks: list[Any] = [None] * link.ranks
+        link.run(dist.all_gather_object, of_ranks, calls, group=link.group)
+        calls = [each for part in of_ranks for each in part]
     for name, value in calls[0].items():
         for rank, other in enumerate(calls):
             if other[name] != value:
@@ -70,4 +125,4 @@ def check_agreement(group: Any, call: dict[str, Any], check: bool) -> None:
                     f"ranks disagree about {name}: rank 0 has {value}, rank {rank} has {other[name]}; give all ranks "
                     "of a group the same"
                 )
-    _agreed.add(group)
+    _agreed.setdefault(links[0].group, weakref.WeakSet()).add(links[-1].group)

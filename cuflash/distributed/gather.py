@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from .. import backward
 from ..frameworks.torch import attention
 from .exchange import exchange
 from .layout import Layout
 from .lengths import with_length
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
-from .scheme import Call
+from .scheme import LAYOUTS, Call, bounds_of
+
+_backward: Any = backward  # overloads do not take keywords of a dict
 
 
 class Fetch(NamedTuple):
     """Rows that a rank sends and receives, and the place of the keys of each piece of its rows among them.
 
     send, receive: numbers of rows for and from each rank. sent: its local rows, in the order of ranks. order: received
-    rows in the order of the sequence. starts: the first fetched row of each piece's keys.
+    rows in the order of the sequence. starts: the first fetched row of each piece's keys. is_packable: the pieces can
+    be packed sequences of one call. bounds: their keywords. copied: fetched rows of their keys, None for all in order.
     """
 
     send: list[int]
@@ -29,6 +34,9 @@ class Fetch(NamedTuple):
     order: torch.Tensor
     pieces: list[Piece]
     starts: list[int]
+    is_packable: bool
+    bounds: dict[str, Any]
+    copied: torch.Tensor | None
 
 
 def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,55 +46,98 @@ def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
     if _is_one_call(call, fetch, q.shape[0]):
         return _packed(call, fetch, q, k, v)
     results = []
-    for piece, start in zip(fetch.pieces, fetch.starts, strict=True):
-        rows, keys = piece.local, slice(start, start + piece.keys[1] - piece.keys[0])
-        mods = with_length(call.mods, piece.seqlen, q.device)
-        if (bias := mods.get("bias")) is not None:
-            bias = bias[..., slice(*rows), :] if bias.shape[-2] > 1 else bias
-            mods["bias"] = bias[..., slice(*piece.keys)] if bias.shape[-1] > 1 else bias
-        window = (call.window.left, call.window.right)
-        results.append(attention(q[:, slice(*rows)], k[:, keys], v[:, keys], window_size=window, return_lse=True,
-                                 diagonal_offset=piece.q_index - piece.k_index, index_offsets=piece.index_offsets,
-                                 **call.options, **mods))  # fmt: skip
+    for rows, keys, _, keywords in _parts(call, fetch, q.device):
+        results.append(attention(q[:, rows], k[:, keys], v[:, keys], return_lse=True, **call.options, **keywords))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
+def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    """Returns dq, dk, dv, dbias and dsinks; the latter is this rank's part of a sum. Keys are fetched again."""
+    fetch = _fetch(call.layout, call.rank, call.window, q.device)
+    k, v = (_fetched(call, fetch, x) for x in (k, v))
+    grads = {name: torch.zeros_like(x) for name, x in call.leaves.items()}
+    dq, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    if _is_one_call(call, fetch, q.shape[0]):
+        some_k, some_v = (x if fetch.copied is None else x.index_select(1, fetch.copied) for x in (k, v))
+        packed = [x[0] for x in (dout, q, some_k, some_v, out, lse)]
+        *results, sums = _backward(*packed, dlse=None if dlse is None else dlse[0], window_size=tuple(call.window),
+                                   captured_grads=[*call.leaves.values()], **fetch.bounds, **call.backward_options,
+                                   **call.mods)  # fmt: skip
+        dq = results[0][None]
+        for total, grad in zip((dk, dv), results[1:], strict=True):
+            if fetch.copied is None:
+                total += grad
+            else:
+                total.index_add_(1, fetch.copied, grad[None].to(wide))
+        grads = dict(zip(grads, sums, strict=True))
+    else:
+        for rows, keys, columns, keywords in _parts(call, fetch, q.device):
+            captured = [keywords[name] for name in grads]
+            *results, sums = _backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[..., rows],
+                                       dlse=None if dlse is None else dlse[..., rows], captured_grads=captured,
+                                       **call.backward_options, **keywords)  # fmt: skip
+            dq[:, rows] = results[0]
+            dk[:, keys] += results[1]
+            dv[:, keys] += results[2]
+            for (name, total), part in zip(grads.items(), sums, strict=True):
+                (total if name == "sinks" else _of_part(total, rows, columns)).add_(part)
+    dk, dv = (_returned(call, fetch, x).to(q.dtype) for x in (dk, dv))
+    return dq, dk, dv, grads.get("bias"), grads.get("sinks")
+
+
+def _parts(call: Call, fetch: Fetch, device: torch.device) -> Iterator[tuple[slice, slice, slice, dict[str, Any]]]:
+    """Yields the rows, the fetched keys and the keys of the sequence of each piece; and keywords of mask and mods."""
+    for piece, start in zip(fetch.pieces, fetch.starts, strict=True):
+        rows, columns = slice(*piece.local), slice(*piece.keys)
+        keys = slice(start, start + columns.stop - columns.start)
+        mods = with_length(call.mods, piece.seqlen, device)
+        if (bias := mods.get("bias")) is not None:
+            mods["bias"] = _of_part(bias, rows, columns)
+        mask = {"window_size": tuple(call.window), "diagonal_offset": piece.q_index - piece.k_index}
+        yield rows, keys, columns, mask | mods | {"index_offsets": piece.index_offsets}
+
+
+def _of_part(bias: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
+    """Returns a view of the bias of some rows and keys."""
+    bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias
+    return bias[..., keys] if bias.shape[-1] > 1 else bias
+
+
 def _is_one_call(call: Call, fetch: Fetch, batch: int) -> bool:
-    """True if the pieces can be the packed sequences of one call: their diagonals then end at their last keys."""
-    ends_with_keys = call.window.is_open or all(piece.ends_with_keys for piece in fetch.pieces)
+    """True if all pieces are computed in one call."""
     has_indices = call.drops or not call.mods.keys().isdisjoint(("score_mod", "mask_mod", "bias"))
-    return batch == 1 and len(fetch.pieces) > 1 and ends_with_keys and not has_indices
+    return batch == 1 and fetch.is_packable and not has_indices
 
 
 def _packed(
     call: Call, fetch: Fetch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes all pieces in one call."""
-    lengths_q = [piece.local[1] - piece.local[0] for piece in fetch.pieces]
-    lengths_k = [piece.keys[1] - piece.keys[0] for piece in fetch.pieces]
-    if any(start != end for start, end in zip(fetch.starts[1:], np.cumsum(lengths_k)[:-1], strict=False)):
-        # Pieces of one document share keys, and packed sequences cannot: each gets a copy.
-        runs = [np.arange(start, start + length) for start, length in zip(fetch.starts, lengths_k, strict=True)]
-        index = torch.from_numpy(np.concatenate(runs)).to(k.device)
-        k, v = k.index_select(1, index), v.index_select(1, index)
-    bounds_q, bounds_k = (
-        call.bounds_tensor((0, *np.cumsum(lengths).tolist()), q.device) for lengths in (lengths_q, lengths_k)
-    )
+    if fetch.copied is not None:
+        k, v = k.index_select(1, fetch.copied), v.index_select(1, fetch.copied)
     window = (call.window.left, call.window.right)
-    out, lse = attention(q[0], k[0], v[0], cu_seqlens_q=bounds_q, cu_seqlens_k=bounds_k, max_seqlen_q=max(lengths_q),
-                         max_seqlen_k=max(lengths_k), window_size=window, return_lse=True, **call.options,
+    out, lse = attention(q[0], k[0], v[0], window_size=window, return_lse=True, **fetch.bounds, **call.options,
                          **call.mods)  # fmt: skip
     return out[None], lse[None]
 
 
 def _fetched(call: Call, fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
     """Returns the needed rows of the whole sequence, in its order."""
-    rows = exchange(x.transpose(0, 1).index_select(0, fetch.sent), fetch.send, fetch.receive, call.group)
+    rows = exchange(x.transpose(0, 1).index_select(0, fetch.sent), fetch.send, fetch.receive, call.link)
     return rows.index_select(0, fetch.order).transpose(0, 1)
 
 
-@lru_cache(64)
+def _returned(call: Call, fetch: Fetch, grad: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of this rank's rows, from those of the rows that all ranks fetched."""
+    rows = torch.empty_like(grad.transpose(0, 1)).index_copy_(0, fetch.order, grad.transpose(0, 1))
+    sums = exchange(rows, fetch.receive, fetch.send, call.link)
+    total = sums.new_zeros((call.layout.rows[call.rank], *sums.shape[1:]))
+    return total.index_add_(0, fetch.sent, sums).transpose(0, 1)
+
+
+@lru_cache(LAYOUTS)
 def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> Fetch:
     needed = [needed_keys(layout, each, window) for each in range(layout.ranks)]
 
@@ -113,4 +164,22 @@ def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> F
     pieces = pieces_of(layout, rank, window) or [Piece((0, 0), (0, 0), 0, 0, True)]  # a rank without rows
     starts = np.searchsorted(received[order], [piece.keys[0] for piece in pieces]).tolist()
     sent, order = torch.from_numpy(sent).to(device), torch.from_numpy(order).to(device)
-    return Fetch([*map(count, give)], [*map(count, take)], sent, order, pieces, starts)
+    # Diagonals of packed sequences end at their last keys.
+    is_packable = len(pieces) > 1 and (window.is_open or all(piece.ends_with_keys for piece in pieces))
+    bounds, copied = _packing(pieces, starts, device) if is_packable else ({}, None)
+    return Fetch([*map(count, give)], [*map(count, take)], sent, order, pieces, starts, is_packable, bounds, copied)
+
+
+def _packing(
+    pieces: list[Piece], starts: list[int], device: torch.device
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Returns the bounds of pieces as packed sequences; and the fetched row of each of their keys, None for all."""
+    lengths_q = [end - begin for begin, end in (piece.local for piece in pieces)]
+    lengths_k = [end - begin for begin, end in (piece.keys for piece in pieces)]
+    ends_q, ends_k = np.cumsum(lengths_q).tolist(), np.cumsum(lengths_k).tolist()
+    bounds = bounds_of((0, *ends_q), device, "q") | bounds_of((0, *ends_k), device, "k")
+    if starts[1:] == ends_k[:-1]:
+        return bounds, None
+    # Pieces of one document share keys, and packed sequences cannot: each gets a copy.
+    runs = [np.arange(start, start + length) for start, length in zip(starts, lengths_k, strict=True)]
+    return bounds, torch.from_numpy(np.concatenate(runs)).to(device)

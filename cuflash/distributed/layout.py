@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -60,8 +61,10 @@ class Layout:
     ----------
     cu_seqlens : tuple of int
         Bounds of the documents; (0, seqlen) for one sequence.
-    seqlen, ranks, kind, rank
+    seqlen, ranks, kind, rank, chunk
         As given; rank is None where neither a rank nor a group was, and kind is "runs" where runs were.
+    rows : tuple of int
+        The numbers of rows of all ranks.
     spans : tuple of tuple of Span
         For each rank the runs of rows (begin, end, local) that it holds, ascending.
 
@@ -108,15 +111,24 @@ class Layout:
             raise ProblemError(f"ranks={ranks} is below 1; give the number of processes that share the sequence")
         self.cu_seqlens, self.kind = _bounds(seqlen), kind if runs is None else "runs"
         self.seqlen = self.cu_seqlens[-1]
+        self.bounds = np.array(self.cu_seqlens, np.int64)  # an array is no constant of a graph of torch.compile
         self.rank = group_rank if rank is None else self._checked(rank)
         chunk = check_integer("chunk", chunk)
         if chunk < 1:
             raise ProblemError(f"chunk={chunk} is below 1; give the most rows of a chunk")
-        self.spans = tuple(map(_spans, self._runs(chunk) if runs is None else self._checked_runs(runs)))
+        self.chunk = chunk
+        self._hold(map(_spans, self._runs() if runs is None else self._checked_runs(runs)))
 
-    def _runs(self, chunk: int) -> list[list[tuple[int, int]]]:
+    def _hold(self, spans: Iterable[tuple[Span, ...]]) -> None:
+        """Sets the rows of all ranks, and what ranks must agree on."""
+        self.spans = tuple(spans)
+        self.rows = tuple(sum(span.size for span in each) for each in self.spans)
+        self.key = self.kind, self.ranks, self.cu_seqlens, self.spans
+        self._hash: int | None = None
+
+    def _runs(self) -> list[list[tuple[int, int]]]:
         """Returns the runs of rows of each rank, ascending."""
-        ranks, total = self.ranks, self.seqlen
+        ranks, total, chunk = self.ranks, self.seqlen, self.chunk
 
         def cuts(count: int) -> list[tuple[int, int]]:
             return list(pairwise(total * i // count for i in range(count + 1)))
@@ -193,7 +205,7 @@ class Layout:
 
     def num_rows(self, rank: int | None = None) -> int:
         """Returns the number of rows that a rank holds."""
-        return sum(span.size for span in self.spans[self._rank(rank)])
+        return self.rows[self._rank(rank)]
 
     def indices(self, rank: int | None = None) -> Rows:
         """Returns the row of the whole sequence of each row of a rank."""
@@ -244,15 +256,18 @@ class Layout:
         whole: Array = _concat([part for _, part in sorted(parts, key=lambda each: each[0])], dim)
         return whole
 
+    def joined(self, count: int) -> Layout:
+        """Returns the layout of fewer ranks, each of which holds the rows of `count` consecutive ranks."""
+        layout = copy(self)
+        layout.ranks, layout.rank, layout.kind = self.ranks // count, None, "runs"
+        parts = [sum(self.spans[first : first + count], ()) for first in range(0, self.ranks, count)]
+        layout._hold(_spans(sorted((span.begin, span.end) for span in part)) for part in parts)
+        return layout
+
     @property
     def is_packed(self) -> bool:
         """True if the sequence holds several documents, or none."""
         return len(self.cu_seqlens) != 2
-
-    @property
-    def longest_document(self) -> int:
-        """The number of rows of the longest document."""
-        return max(end - begin for begin, end in pairwise(self.cu_seqlens))
 
     def local_bounds(self, rank: int) -> tuple[int, ...]:
         """Returns the bounds of the documents among the rows of a rank."""
@@ -267,23 +282,24 @@ class Layout:
                 last = document
         return tuple(bounds)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Everything that ranks must agree on."""
-        return self.kind, self.ranks, self.cu_seqlens, self.spans
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        if self._hash is None:
+            self._hash = hash(self.key)
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state to pickle: hashes of strings differ between processes."""
+        return vars(self) | {"_hash": None}
 
     def __repr__(self) -> str:
         documents = len(self.cu_seqlens) - 1
-        rows = [self.num_rows(rank) for rank in range(self.ranks)]
+        fewest, most = min(self.rows), max(self.rows)
         return (
             f"Layout({self.kind}, {self.seqlen} rows{f' of {documents} documents' if documents > 1 else ''}, "
-            f"{self.ranks} ranks of {min(rows)}{f' to {max(rows)}' if max(rows) > min(rows) else ''} rows"
+            f"{self.ranks} ranks of {fewest}{f' to {most}' if most > fewest else ''} rows"
             f"{'' if self.rank is None else f', rank {self.rank}'})"
         )
 

@@ -37,10 +37,9 @@ class Rectangle(NamedTuple):
     k_index: int
     document: int = 0
 
-    @property
-    def index_offsets(self) -> tuple[int, ...]:
-        """Offsets to the indices of the whole problem: of query, key, head and sequence."""
-        return self.q_index, self.k_index, 0, self.document
+    def index_offsets(self, head: int) -> tuple[int, ...]:
+        """Returns offsets to the indices of the whole problem: of query, key, head and sequence."""
+        return self.q_index, self.k_index, head, self.document
 
     @property
     def num_pairs(self) -> int:

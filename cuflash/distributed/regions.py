@@ -11,9 +11,10 @@ import torch
 
 from ..errors import ProblemError, UnsupportedError
 from ..locks import Lock
+from .calls import layout_of, links_of
 from .choice import SCHEMES, Scheme
 from .layout import Layout
-from .torch import attention, group_of, layout_of
+from .torch import attention, groups_of
 
 _current: ContextVar[Region | None] = ContextVar("region", default=None)
 _lock = Lock()
@@ -65,8 +66,8 @@ def region(layout: Layout, group: Any = None, scheme: Scheme = "auto") -> Iterat
     layout : Layout
         The rows of each rank. The caller passes its rows of all inputs, `layout.shard(ids, dim=1)`, and
         `layout.positions()` as position_ids.
-    group : ProcessGroup or 1-D DeviceMesh, optional
-        The ranks; by default all processes.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks, as in `attention`; by default all processes.
     scheme : {"auto", "ring", "ulysses", "gather"}, default "auto"
         As in `attention`.
 
@@ -95,8 +96,7 @@ def region(layout: Layout, group: Any = None, scheme: Scheme = "auto") -> Iterat
         raise ProblemError(f"layout is {type(layout).__name__}; give a cuflash.distributed.Layout")
     if scheme not in SCHEMES:
         raise ProblemError(f"scheme={scheme!r} is unknown; give one of {', '.join(map(repr, SCHEMES))}")
-    group = group_of(group)
-    layout_of(layout, group)
+    layout_of(layout, links_of(groups_of(group), "region"))
     inner = Region(layout, group, scheme)
     with _lock:
         active, is_used = active + 1, True

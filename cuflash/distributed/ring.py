@@ -8,7 +8,7 @@ keys follow their keys one step behind, and reach their rank after a full turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 from .. import backward, forward
 from ..errors import UnsupportedError
 from .choice import ring_lacks
-from .exchange import start_shift
-from .scheme import Call
+from .exchange import Parcel, start_shift
+from .layout import Layout
+from .scheme import LAYOUTS, Call, bounds_of
 
 _forward: Any = forward  # overloads do not take keywords of a dict
 _backward: Any = backward
@@ -31,6 +32,12 @@ def ring(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple
         raise UnsupportedError(f"scheme='ring': {reason}; give scheme='gather' or 'auto'")
     out, lse = _Ring.apply(call, q, k, v, call.mods.get("sinks"))
     return out, lse
+
+
+def ring_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    """Returns dq, dk, dv, None and dsinks."""
+    dq, dk, dv, dsinks = ring_backward(call, dout, dlse, q, k, v, out, lse, call.leaves.get("sinks"))
+    return dq, dk, dv, None, dsinks
 
 
 class _Ring(Function):
@@ -59,20 +66,20 @@ def ring_forward(
     options.pop("deterministic", None)
     # A sink is the lse of a state whose out is 0.
     state = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=_state_dtype(q)), _first_lse(q, sinks)
-    arriving = [_padded(call, k), _padded(call, v)]
+    arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     for step in range(ranks):
         keys, source = arriving, (call.rank - step) % ranks
         if step < ranks - 1:
-            arriving, work = start_shift(keys, call.rank, ranks, call.group)
+            arriving, work = start_shift(keys, call.link)
         options["sm_margin"] = call.sm_margin if step < ranks - 1 else 0
         if step == 0 and _keeps_order(call):
             local, mask = _local(call, (q, k, v, *state))
             _forward(*local[:3], out=local[3], lse=local[4], accumulate=True, **mask, **options)
         else:
             for part, more in call.rectangles(source):
-                rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
-                _forward(q[:, rows], ks, vs, out=state[0][:, rows], lse=state[1][..., rows], accumulate=True, **more,
-                         **options)  # fmt: skip
+                rows, columns = slice(*part.q), slice(*part.k)
+                _forward(q[:, rows], *(x[:, columns] for x in keys.tensors), out=state[0][:, rows],
+                         lse=state[1][..., rows], accumulate=True, **more, **options)  # fmt: skip
         if step < ranks - 1:
             work.wait()
     return state[0].to(q.dtype), state[1]
@@ -91,21 +98,19 @@ def ring_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Returns dq, dk, dv and dsinks; the latter are this rank's part of a sum over all ranks."""
     ranks, wide = call.layout.ranks, _state_dtype(q)
-    options = {name: x for name, x in call.options.items() if name not in ("num_splits", "split_size")}
-    options |= {"accumulate": True, "sm_margin": call.sm_margin if ranks > 1 else 0}
-    arriving = [_padded(call, k), _padded(call, v)]
+    options = call.backward_options | {"accumulate": True, "sm_margin": call.sm_margin if ranks > 1 else 0}
+    arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     dq = torch.zeros_like(q, dtype=wide)
-    sums: list[torch.Tensor] = [torch.zeros_like(x, dtype=wide) for x in arriving]
     returning: Any = None
     delta = None
     for step in range(ranks):
         keys, source = arriving, (call.rank - step) % ranks
         if step < ranks - 1:
-            arriving, work = start_shift(keys, call.rank, ranks, call.group)
+            arriving, work = start_shift(keys, call.link)
         # The sums for this step's keys are still on their way from the rank before, so it adds to zeros.
-        new = sums if step == 0 else [torch.zeros_like(x) for x in sums]
+        new = Parcel.of_buffer(torch.zeros_like(keys.buffer, dtype=wide), keys.tensors)
         if step == 0 and _keeps_order(call):
-            local_sums = (x[:, : k.shape[1]] for x in new)
+            local_sums = (x[:, : k.shape[1]] for x in new.tensors)
             local, mask = _local(call, (dout, q, k, v, out, lse, dq, *local_sums, *(() if dlse is None else (dlse,))))
             (*arrays, dq_rows, dk_rows, dv_rows), some_dlse = local[:9], local[9] if dlse is not None else None
             *_, delta = _backward(*arrays, dlse=some_dlse, grads_out=(dq_rows, dk_rows, dv_rows), return_delta=True,
@@ -116,20 +121,18 @@ def ring_backward(
                 rows, columns = slice(*part.q), slice(*part.k)
                 some = {"delta": delta, "dlse": dlse if delta is None else None}
                 some = {name: x[..., rows] for name, x in some.items() if x is not None}
-                targets = dq[:, rows], *(x[:, columns] for x in new)
-                _backward(dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns], out[:, rows],
+                targets = dq[:, rows], *(x[:, columns] for x in new.tensors)
+                _backward(dout[:, rows], q[:, rows], *(x[:, columns] for x in keys.tensors), out[:, rows],
                           lse[..., rows], grads_out=targets, **some, **more, **options)  # fmt: skip
         if returning is not None:
-            sums, sent = returning
-            sent.wait()
-            for total, grad in zip(sums, new, strict=True):
-                total += grad
-        returning = start_shift(sums, call.rank, ranks, call.group)
+            returning[1].wait()
+            new.buffer.add_(returning[0].buffer)
+        returning = start_shift(new, call.link)
         if step < ranks - 1:
             work.wait()
-    sums, sent = returning
-    sent.wait()
-    dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in sums)
+    sums, shift = returning
+    shift.wait()
+    dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in sums.tensors)
     return dq.to(q.dtype), dk, dv, None if sinks is None else _sinks_gradient(dout, dlse, out, lse, sinks)
 
 
@@ -139,7 +142,7 @@ def _state_dtype(q: torch.Tensor) -> torch.dtype:
 
 def _padded(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Returns keys or values with the rows of the rank that has most, as all ranks send equal shapes."""
-    missing = max(call.rows) - x.shape[1]
+    missing = max(call.layout.rows) - x.shape[1]
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
@@ -148,9 +151,14 @@ def _local_mask(call: Call, device: torch.device) -> dict[str, Any]:
     causal = {"causal": call.window.right == 0}
     if not call.layout.is_packed:
         return causal
-    bounds = call.layout.local_bounds(call.rank)
-    tensor, longest = call.bounds_tensor(bounds, device), max((b - a for a, b in pairwise(bounds)), default=0)
-    return causal | {"cu_seqlens_q": tensor, "cu_seqlens_k": tensor, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return causal | _local_documents(call.layout, call.rank, device)
+
+
+@lru_cache(LAYOUTS)
+def _local_documents(layout: Layout, rank: int, device: torch.device) -> dict[str, Any]:
+    """Returns the keywords of the documents among a rank's rows as packed sequences."""
+    bounds = layout.local_bounds(rank)
+    return bounds_of(bounds, device, "q") | bounds_of(bounds, device, "k")
 
 
 def _local(call: Call, arrays: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, Any]]:

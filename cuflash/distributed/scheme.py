@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .exchange import Link
 from .layout import Layout
 from .rectangles import Rectangle, Window, rectangles
 
+LAYOUTS = 8  # layouts and windows whose indices stay on the device: layers share them, and steps bring new ones
 # SMs that kernels leave to a transfer beside them: NCCL's thread blocks, one for each channel, share no SM with others.
 SM_MARGIN = 16
+Parts = list[tuple[Rectangle, dict[str, Any]]]
 
 
 class Call:
     """One call of distributed attention on this rank.
 
-    options: keywords of `attention` that all parts of the call share. mods: those of score_mod, mask_mod, bias and
-    sinks that the caller passed. rows: the numbers of rows of all ranks.
+    links: one for each axis of the mesh whose ranks the layout counts, the last fastest. options: keywords of
+    `attention` that all parts of the call share. mods: those of score_mod, mask_mod, bias and sinks that the caller
+    passed. leaf_names: those of bias and sinks whose gradients are computed without autograd. head: the first of this
+    rank's query heads, where the ring has some of them.
     """
 
     def __init__(
-        self, layout: Layout, rank: int, group: Any, window: Window, options: dict[str, Any], mods: dict[str, Any]
+        self,
+        layout: Layout,
+        links: Sequence[Link],
+        window: Window,
+        options: dict[str, Any],
+        mods: dict[str, Any],
+        leaf_names: Sequence[str] = (),
+        head: int = 0,
     ) -> None:
-        self.layout, self.rank, self.group, self.window = layout, rank, group, window
-        self.options, self.mods = options, mods
-        self.rows = [layout.num_rows(each) for each in range(layout.ranks)]
+        self.layout, self.links, self.window, self.options, self.mods = layout, links, window, options, mods
+        self.leaf_names, self.head = leaf_names, head
+        self.link, self.rank = links[0], rank_of(links)
 
     @property
     def sm_margin(self) -> int:
         """SMs that kernels leave to a transfer beside them; 0 where the transfer holds none."""
-        return SM_MARGIN if dist.get_backend(self.group) == dist.Backend.NCCL else 0
+        return SM_MARGIN if dist.get_backend(self.link.group) == dist.Backend.NCCL else 0
 
     @property
     def has_bias_rows(self) -> bool:
@@ -45,18 +59,39 @@ class Call:
         """True with dropout, whose weights depend on indices in the whole problem."""
         return "dropout_p" in self.options
 
-    def rectangles(self, source: int) -> list[tuple[Rectangle, dict[str, Any]]]:
+    def rectangles(self, source: int) -> Parts:
         """Returns the rectangles of this rank's rows and another rank's keys, each with keywords of its own."""
-        parts = rectangles(self.layout, self.rank, source, self.window, merge=not self.drops)
-        offsets = [{"index_offsets": part.index_offsets} if self.drops else {} for part in parts]
-        return [(part, part.mask(self.window) | more) for part, more in zip(parts, offsets, strict=True)]
+        return _rectangles(self.layout, self.rank, source, self.window, self.head if self.drops else None)
 
-    @staticmethod
-    def bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Returns bounds of sequences as int32 on a device."""
-        return _bounds_tensor(bounds, device)
+    @property
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The bias and the sinks whose gradients are computed without autograd."""
+        return {name: self.mods[name] for name in self.leaf_names}
+
+    @property
+    def backward_options(self) -> dict[str, Any]:
+        """Keywords of `backward` that all parts of the call share."""
+        return {name: x for name, x in self.options.items() if name not in ("num_splits", "split_size")}
 
 
-@lru_cache(256)
-def _bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(bounds, dtype=torch.int32).to(device)
+@lru_cache(1024)
+def _rectangles(layout: Layout, rank: int, source: int, window: Window, head: int | None) -> Parts:
+    """Returns `Call.rectangles`. head: the first query head of a call that drops."""
+    parts = rectangles(layout, rank, source, window, merge=head is None)
+    offsets = [{} if head is None else {"index_offsets": part.index_offsets(head)} for part in parts]
+    return [(part, part.mask(window) | more) for part, more in zip(parts, offsets, strict=True)]
+
+
+def rank_of(links: Sequence[Link]) -> int:
+    """Returns this process's rank among those of all axes of a mesh, the last fastest."""
+    rank = 0
+    for link in links:
+        rank = rank * link.ranks + link.rank
+    return rank
+
+
+def bounds_of(bounds: tuple[int, ...], device: torch.device, name: str) -> dict[str, Any]:
+    """Returns the keywords of the packed sequences of queries ("q") or keys ("k") between these bounds."""
+    longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
+    tensor = torch.tensor(bounds, dtype=torch.int32).to(device)
+    return {f"cu_seqlens_{name}": tensor, f"max_seqlen_{name}": longest}

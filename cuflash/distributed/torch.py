@@ -7,23 +7,18 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks.torch import check_tensor
-from ..frameworks.torch.mods import check_seed
-from ..frameworks.torch.tensors import autocast, is_autocast, uncompiled
-from ..problem.options import WindowSize, check_dropout, check_flag, check_window, is_zero
+from ..frameworks.torch.tensors import autocast, is_autocast, is_faking, uncompiled
+from ..problem.options import WindowSize
 from ..units import kind_of
-from .choice import SCHEMES, Scheme, choose
-from .exchange import check_agreement, exchange
-from .gather import gather
+from .calls import layout_of, links_of, run
+from .choice import Scheme
+from .exchange import exchange
 from .layout import Layout
-from .rectangles import Window
-from .ring import ring
-from .scheme import Call
-from .ulysses import ulysses
-
-_RUN = {"ring": ring, "ulysses": ulysses, "gather": gather}
+from .ops import by_op, is_between_graphs
 
 
 class DistributedOptions(TypedDict, total=False):
@@ -102,18 +97,20 @@ def attention(
     Parameters
     ----------
     q : Tensor (batch, rows of this rank, heads_q, head_dim)
-        This rank's queries. Packed documents have batch 1. A DTensor has placements [Shard(1)], as k and v then have,
-        and results are DTensors.
+        This rank's queries. Packed documents have batch 1. A DTensor has Shard(1) for each axis of its mesh, as k
+        and v then have, and results are DTensors.
     k, v : Tensor (batch, rows of this rank, heads_kv, …)
         This rank's keys and values.
     layout : Layout, optional
         The rows of each rank; by default "zigzag" over equally many rows of each rank.
-    group : ProcessGroup or 1-D DeviceMesh, optional
-        The ranks that share the sequence; by default all processes.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the sequence; by default all processes. On a mesh (outer, inner) the inner ranks exchange
+        heads for rows, as "ulysses" does, and the ring runs over the outer ones. Its rank (i, j) is rank
+        i * inner + j of the layout, and inner divides heads_q.
     scheme : {"auto", "ring", "ulysses", "gather"}, default "auto"
         "ulysses" exchanges heads for rows, and needs heads_q to be a multiple of the ranks. "ring" passes keys from
         rank to rank beside the kernels. "gather" fetches the keys that a rank's rows see, so that a window's bytes do
-        not grow with the ranks. All ranks pass the same scheme.
+        not grow with the ranks. All ranks pass the same scheme. A mesh of two axes runs "ring".
     softmax_scale : float, default 1/sqrt(head_dim)
         Factor of the scores.
     causal : bool, default False
@@ -158,11 +155,16 @@ def attention(
         For arguments that do not fit the layout, ranks that disagree, or a group that is not initialised.
     UnsupportedError
         For options that the scheme does not have.
+    ExchangeError
+        After the engine's timeout, if another rank has ended or makes another call.
 
     Notes
     -----
     Gradients of sinks, of a bias without rows, and of tensors that score_mod refers to are this rank's part of a sum
-    over the group, as for all replicated parameters: data-parallel wrappers reduce them. Under torch.compile calls run
+    over the group, as for all replicated parameters: data-parallel wrappers reduce them.
+
+    Under torch.compile a call is one op. Its gradients exchange what "ulysses" or "gather" has exchanged in forward
+    again, and other documents need no new graph. Calls with score_mod, mask_mod, dropout or a layout by runs run
     between graphs.
 
     References
@@ -185,7 +187,7 @@ def attention(
         "num_splits": num_splits, "split_size": split_size, "score_mod": score_mod, "mask_mod": mask_mod, "bias": bias,
         "sinks": sinks, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "check": check,
     }  # fmt: skip
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and is_between_graphs(keywords):
         # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
         call_outside: Any = sys.modules[__name__].uncompiled_attention
         results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = call_outside(q, k, v, **keywords)
@@ -194,50 +196,13 @@ def attention(
         return _of_dtensors(q, k, v, keywords)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ProblemError(
-                f"{name} has {tensor.dim()} axes; give (batch, rows of this rank, heads, head_dim), where packed "
-                "documents have batch 1"
-            )
-    if scheme not in SCHEMES:
-        raise ProblemError(f"scheme={scheme!r} is unknown; give one of {', '.join(map(repr, SCHEMES))}")
-    for name, flag in (("return_lse", return_lse), ("check", check), ("causal", causal)):
-        check_flag(name, flag)
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
-    group = group_of(group)
-    layout, rank = layout_of(layout, group, q.shape[1])
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.shape[1] != layout.num_rows(rank):
-            raise ProblemError(
-                f"{name} has {tensor.shape[1]} rows, but rank {rank} holds {layout.num_rows(rank)} of the layout; give "
-                "layout.shard(x, dim=1) of the whole sequence"
-            )
-    if layout.is_packed and q.shape[0] != 1:
-        raise ProblemError(f"q has batch {q.shape[0]}, but the layout packs documents; give batch 1")
-    left, right = check_window(window_size)
-    window = Window(left, 0 if causal else right)
-    deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
-    options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic,
-                               "num_splits": num_splits, "split_size": split_size}  # fmt: skip
-    named = {"score_mod": score_mod, "mask_mod": mask_mod, "bias": bias, "sinks": sinks}
-    mods = {name: x for name, x in named.items() if x is not None}
-    shapes = {"q, k and v (batch, heads, head_dim)": [(x.shape[0], *x.shape[2:]) for x in (q, k, v)]}
-    check_agreement(group, {
-        "layout": layout.key, **shapes, "dtype": q.dtype, "scheme": scheme, "window_size and causal": tuple(window),
-        **options, "score_mod, mask_mod, bias and sinks": sorted(mods), "dropout_p": dropout_p,
-        "dropout_seed": dropout_seed if check or not torch.is_tensor(dropout_seed) else "a tensor",
-    }, check)  # fmt: skip
-    if not is_zero(dropout_p) and check_dropout(dropout_p):
-        if dropout_seed is None:
-            raise ProblemError("dropout_p is not 0, but there is no dropout_seed; give all ranks the same seed")
-        options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
-    elif dropout_seed is not None:
-        check_seed(dropout_seed, q)
-    call = Call(layout, rank, group, window, options, mods)
-    if scheme == "auto":
-        scheme = choose(layout, window, q.shape[2], k.shape[2], mods, call.has_bias_rows)
-    out, lse = _RUN[scheme](call, q, k, v)
+    groups = groups_of(group)
+    if torch.compiler.is_compiling() or is_faking():
+        out, lse = by_op(q, k, v, keywords, [each.group_name for each in groups])
+    else:
+        out, lse = run(q, k, v, keywords, groups)
     return (out, lse) if return_lse else out
 
 
@@ -251,14 +216,14 @@ def _of_dtensors(q: Any, k: Any, v: Any, keywords: Any) -> Any:
     """Calls `attention` with the local rows of DTensors that are sharded by rows; results are such DTensors."""
     mesh = q.device_mesh
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not is_dtensor(x) or x.device_mesh != mesh or len(x.placements) != 1 or not x.placements[0].is_shard(1):
+        if not is_dtensor(x) or x.device_mesh != mesh or not all([each.is_shard(1) for each in x.placements]):
             placements = f" of {x.placements}" if is_dtensor(x) else ""
             raise ProblemError(
-                f"q is a DTensor, but {name} is {kind_of(x)}{placements}; give q, k and v as DTensors of one 1-D mesh "
-                "with placements [Shard(1)], or local tensors"
+                f"q is a DTensor, but {name} is {kind_of(x)}{placements}; give q, k and v as DTensors of one mesh "
+                "with Shard(1) for each of its axes, or local tensors"
             )
     keywords["group"] = mesh if keywords["group"] is None else keywords["group"]
-    keywords["layout"] = keywords["layout"] or Layout(q.shape[1], mesh)
+    keywords["layout"] = keywords["layout"] or Layout(q.shape[1], mesh.size())
     results = attention(*(x.to_local() for x in (q, k, v)), **keywords)
     outs = results if keywords["return_lse"] else (results,)
     rows = q.shape[1]
@@ -266,7 +231,7 @@ def _of_dtensors(q: Any, k: Any, v: Any, keywords: Any) -> Any:
     for x, axis in zip(outs, (1, 2), strict=False):
         shape = torch.Size([*x.shape[:axis], rows, *x.shape[axis + 1 :]])
         stride = torch.empty(shape, device="meta").stride()
-        shards = [type(q.placements[0])(axis)]
+        shards = [type(q.placements[0])(axis)] * mesh.ndim
         wrapped.append(type(q).from_local(x, mesh, shards, run_check=False, shape=shape, stride=stride))
     return tuple(wrapped) if keywords["return_lse"] else wrapped[0]
 
@@ -282,31 +247,35 @@ def unshard(x: torch.Tensor, layout: Layout, dim: int = 1, group: Any = None) ->
         The rows of each rank.
     dim : int, default 1
         Axis of the rows.
-    group : ProcessGroup or 1-D DeviceMesh, optional
-        The ranks; by default all processes.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks, as in `attention`; by default all processes.
 
     Returns
     -------
     Tensor
         All rows, in the order of the sequence.
     """
-    group = group_of(group)
-    layout, rank = layout_of(layout, group, x.shape[dim])
-    rows = [layout.num_rows(each) for each in range(layout.ranks)]
-    by_rows = x.movedim(dim, 0)
-    copies = by_rows.repeat(layout.ranks, *[1] * (x.dim() - 1))
-    received = exchange(copies, [rows[rank]] * layout.ranks, rows, group)
-    return layout.join(received.split(rows), 0).movedim(0, dim)
+    links = links_of(groups_of(group), "unshard")
+    layout, rank = layout_of(layout, links, x.shape[dim])
+    by_rows, rows = x.movedim(dim, 0), layout.rows
+    for link in reversed(links):  # the rows of all ranks of an axis become those of each of them
+        first = rank - link.rank
+        copies = by_rows.repeat(link.ranks, *[1] * (x.dim() - 1))
+        by_rows = exchange(copies, [rows[rank]] * link.ranks, rows[first : first + link.ranks], link)
+        rank, rows = rank // link.ranks, tuple(sum(rows[i : i + link.ranks]) for i in range(0, len(rows), link.ranks))
+    return layout.join(by_rows.split(layout.rows), 0).movedim(0, dim)
 
 
-def group_of(group: Any) -> Any:
-    """Returns the ProcessGroup of a group, a 1-D DeviceMesh or None; raises ProblemError without one."""
+def groups_of(group: Any) -> list[Any]:
+    """Returns the ProcessGroups of a group, of the axes of a DeviceMesh, or of None; raises ProblemError without."""
     if not dist.is_available():
         raise UnsupportedError("this build of PyTorch has no torch.distributed; install one that has")
-    if hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise ProblemError(f"group={group!r} has {group.ndim} axes; give a 1-D mesh, or mesh[name] of one axis")
-        return group.get_group()
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 2:
+            raise ProblemError(f"group={group!r} has {group.ndim} axes; give a mesh of 1 or 2, such as mesh[names]")
+        if group.get_coordinate() is None:
+            raise ProblemError("this process is no member of the mesh; call from members only")
+        return [group.get_group(axis) for axis in range(group.ndim)]
     if not dist.is_initialized():
         raise ProblemError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group(backend) in every process"
@@ -314,23 +283,13 @@ def group_of(group: Any) -> Any:
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
         raise ProblemError("this process is no member of the group; call from members only")
-    return group
-
-
-def layout_of(layout: Layout | None, group: Any, rows: int = 0) -> tuple[Layout, int]:
-    """Returns the layout, by default one of so many rows of each rank, and this process's rank."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if layout is None:
-        return Layout(rows * ranks, ranks, rank=rank), rank
-    if not isinstance(layout, Layout):
-        raise ProblemError(f"layout is {type(layout).__name__}; give a cuflash.distributed.Layout")
-    if layout.ranks != ranks:
-        raise ProblemError(f"the layout is for {layout.ranks} ranks, but the group has {ranks}; build it for the group")
-    if layout.rank not in (None, rank):
-        raise ProblemError(f"the layout is of rank {layout.rank}, but this process is rank {rank} of the group")
-    return layout, rank
+    return [group]
 
 
 def __getattr__(name: str) -> Any:
     """Makes `uncompiled_attention`: a graph of torch.compile ends before it."""
-    return uncompiled(name, globals(), attention, "cuflash.distributed.attention runs between graphs")
+    reason = (
+        "cuflash traces score_mod and mask_mod itself, a number of NumPy is an array for torch.compile, and the op "
+        "takes no dropout and no layout by runs: such calls run between graphs; leave fullgraph=False"
+    )
+    return uncompiled(name, globals(), attention, reason)

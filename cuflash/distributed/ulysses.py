@@ -1,74 +1,185 @@
-"""Scheme "ulysses": each rank computes whole heads over the whole sequence (DeepSpeed Ulysses, arXiv 2309.14509)."""
+"""Scheme "ulysses": each rank computes whole heads over the whole sequence (DeepSpeed Ulysses, arXiv 2309.14509).
+
+On a mesh of two axes the ranks of the inner one exchange heads for rows, and the ring runs over the outer one.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from .. import backward
 from ..errors import UnsupportedError
 from ..frameworks.torch import attention
+from . import ring as by_ring
 from .choice import kv_copies, ulysses_lacks
-from .exchange import exchange
+from .exchange import Link, exchange
 from .layout import Layout
-from .scheme import Call
+from .scheme import LAYOUTS, Call, bounds_of
+
+_backward: Any = backward  # overloads do not take keywords of a dict
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class Heads(NamedTuple):
+    """Exchange of heads for rows among the ranks of a link, which hold these numbers of rows.
+
+    order: their rows, from ascending order to the order of ranks. inverse: the inverse permutation.
+    """
+
+    link: Link
+    rows: tuple[int, ...]
+    order: torch.Tensor
+    inverse: torch.Tensor
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Turns (batch, rows of this rank, heads, dim) into (batch, all rows, heads of this rank, dim)."""
+        ranks, (batch, rows, heads, dim) = self.link.ranks, x.shape
+        by_rank = x.reshape(batch, rows, ranks, heads // ranks, dim).permute(2, 1, 0, 3, 4).flatten(0, 1)
+        all_rows = exchange(by_rank, [rows] * ranks, self.rows, self.link)
+        return all_rows.index_select(0, self.inverse).transpose(0, 1)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Turns (batch, all rows, heads of this rank, dim) into (batch, rows of this rank, heads, dim)."""
+        ranks, rows, (batch, _, heads, dim) = self.link.ranks, self.rows[self.link.rank], x.shape
+        by_rank = x.transpose(0, 1).index_select(0, self.order)
+        sent_back = exchange(by_rank, self.rows, [rows] * ranks, self.link)
+        by_head = sent_back.reshape(ranks, rows, batch, heads, dim).permute(2, 1, 0, 3, 4)
+        return by_head.reshape(batch, rows, ranks * heads, dim)
+
+    def attend(
+        self, attend: Callable[..., Pair], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (out, lse) of this rank's rows; attend computes those of all rows and this rank's heads."""
+        if (copies := kv_copies(q.shape[2], k.shape[2], self.link.ranks)) > 1:
+            # Each kv head goes to all ranks whose query heads read it. Gradients add up.
+            k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
+        out, lse = attend(*map(self.enter, (q, k, v)))
+        return self.leave(out), _as_lse(self.leave(_as_rows(lse)))
+
+    def differentiate(self, differentiate: Callable[..., Any], dlse: torch.Tensor | None, *arrays: Any) -> Any:
+        """Returns dq, dk, dv and further gradients; arrays: dout, q, k, v, out and lse of this rank's rows."""
+        dout, q, k, v, out, lse = arrays
+        copies = kv_copies(q.shape[2], k.shape[2], self.link.ranks)
+        k, v = (x.repeat_interleave(copies, 2) if copies > 1 else x for x in (k, v))
+        dout, q, k, v, out, lse = map(self.enter, (dout, q, k, v, out, _as_rows(lse)))
+        dlse = None if dlse is None else _as_lse(self.enter(_as_rows(dlse))).contiguous()
+        dq, dk, dv, *rest = differentiate(dout, dlse, q, k, v, out, _as_lse(lse).contiguous())
+        dq, dk, dv = map(self.leave, (dq, dk, dv))
+        if copies > 1:
+            dk, dv = (x.unflatten(2, (-1, copies)).sum(3) for x in (dk, dv))
+        return dq, dk, dv, *rest
+
+
+def ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     """Returns (out, lse) of a rank's rows. It sends heads for rows, computes, and sends rows for heads."""
-    layout, rank, ranks = call.layout, call.rank, call.layout.ranks
-    heads_q, heads_kv = q.shape[2], k.shape[2]
-    bias = call.mods.get("bias")
-    if reason := ulysses_lacks(heads_q, ranks, call.has_bias_rows):
-        raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='gather' or 'auto'")
-    if (copies := kv_copies(heads_q, heads_kv, ranks)) > 1:
-        # Each kv head goes to all ranks whose query heads read it. Gradients add up.
-        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-    q, k, v = (_to_heads(call, x) for x in (q, k, v))
-    mods, first = dict(call.mods), rank * (heads_q // ranks)
-    mine = slice(first, first + heads_q // ranks)
-    if (sinks := mods.get("sinks")) is not None:
-        mods["sinks"] = sinks[mine]
-    if bias is not None and bias.dim() > 2 and bias.shape[-3] > 1:
-        mods["bias"] = bias[..., mine, :, :]
-    window = call.window
-    run = partial(attention, window_size=(window.left, window.right), return_lse=True, index_offsets=(0, 0, first),
-                  **call.options, **mods)  # fmt: skip
-    if layout.is_packed:
-        bounds = call.bounds_tensor(layout.cu_seqlens, q.device)
-        longest = layout.longest_document
-        out, lse = run(q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest,
-                       max_seqlen_k=longest)  # fmt: skip
-        out, lse = out[None], lse[None]
-    else:
-        out, lse = run(q, k, v)
-    return _to_rows(call, out), _to_rows(call, lse.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+    heads, mine = _heads_of(call, q, 0)
+    keywords = _keywords(call, q.device, mine)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        if not call.layout.is_packed:
+            return attention(q, k, v, return_lse=True, **call.options, **keywords)
+        out, lse = attention(q[0], k[0], v[0], return_lse=True, **call.options, **keywords)
+        return out[None], lse[None]
+
+    return heads.attend(attend, q, k, v)
 
 
-def _to_heads(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """Turns (batch, rows of this rank, heads, dim) into (batch, all rows, heads of this rank, dim)."""
-    ranks, (batch, rows, heads, dim) = call.layout.ranks, x.shape
-    by_rank = x.reshape(batch, rows, ranks, heads // ranks, dim).permute(2, 1, 0, 3, 4).flatten(0, 1)
-    all_rows = exchange(by_rank, [rows] * ranks, call.rows, call.group)
-    return all_rows.index_select(0, _order(call.layout, x.device)[1]).transpose(0, 1)
+def ulysses_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    """Returns dq, dk, dv, dbias and dsinks; the latter two are this rank's part of a sum."""
+    heads, mine = _heads_of(call, q, 0)
+    keywords, leaves = _keywords(call, q.device, mine), call.leaves
+    captured = [keywords[name] for name in leaves]
+
+    def differentiate(dout: Any, dlse: Any, *arrays: Any) -> Any:
+        operands = [x[0] for x in (dout, *arrays)] if call.layout.is_packed else [dout, *arrays]
+        dlse = dlse[0] if call.layout.is_packed and dlse is not None else dlse
+        *grads, sums = _backward(*operands, dlse=dlse, captured_grads=captured, **call.backward_options, **keywords)
+        return *([x[None] for x in grads] if call.layout.is_packed else grads), sums
+
+    dq, dk, dv, sums = heads.differentiate(differentiate, dlse, dout, q, k, v, out, lse)
+    grads = {name: torch.zeros_like(x) for name, x in leaves.items()}
+    for name, part in zip(leaves, sums, strict=True):
+        _of_heads(name, grads[name], mine).copy_(part)
+    return dq, dk, dv, grads.get("bias"), grads.get("sinks")
 
 
-def _to_rows(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """Turns (batch, all rows, heads of this rank, dim) into (batch, rows of this rank, heads, dim)."""
-    ranks, rows, (batch, _, heads, dim) = call.layout.ranks, call.rows[call.rank], x.shape
-    by_rank = x.transpose(0, 1).index_select(0, _order(call.layout, x.device)[0])
-    sent_back = exchange(by_rank, call.rows, [rows] * ranks, call.group)
-    return (
-        sent_back.reshape(ranks, rows, batch, heads, dim)
-        .permute(2, 1, 0, 3, 4)
-        .reshape(batch, rows, ranks * heads, dim)
-    )
+def ring_of_ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    """Returns (out, lse) of a rank's rows, on a mesh of two axes."""
+    heads, mine = _heads_of(call, q, 1)
+    return heads.attend(lambda *arrays: by_ring.ring(_outer(call, mine), *arrays), q, k, v)
 
 
-@lru_cache(64)
-def _order(layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows of the sequence in the order of ranks, and the inverse permutation."""
-    order: Any = layout.order
-    return torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device)
+def ring_of_ulysses_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    """Returns dq, dk, dv, None and dsinks."""
+    heads, mine = _heads_of(call, q, 1)
+    differentiate: Any = lambda *arrays: by_ring.ring_gradients(_outer(call, mine), *arrays)  # noqa: E731
+    dq, dk, dv, _, part = heads.differentiate(differentiate, dlse, dout, q, k, v, out, lse)
+    if part is not None:
+        sinks, part = part, torch.zeros_like(call.mods["sinks"])
+        part[mine] = sinks
+    return dq, dk, dv, None, part
+
+
+def _outer(call: Call, mine: slice) -> Call:
+    """Returns the call of the ring over the outer axis, for this rank's heads."""
+    mods = {name: _of_heads(name, x, mine) for name, x in call.mods.items()}
+    layout = _joined(call.layout, call.links[1].ranks)
+    return Call(layout, call.links[:1], call.window, call.options, mods, call.leaf_names, mine.start)
+
+
+def _heads_of(call: Call, q: torch.Tensor, axis: int) -> tuple[Heads, slice]:
+    """Returns the exchange among the ranks of an axis of the mesh, and the query heads of this rank."""
+    link, heads_q = call.links[axis], q.shape[2]
+    if reason := ulysses_lacks(heads_q, link.ranks, call.has_bias_rows):
+        hint = "give another mesh" if axis else "give scheme='gather' or 'auto'"
+        raise UnsupportedError(f"{link.purpose}: {reason}; {hint}")
+    first = call.rank - link.rank if axis else 0
+    rows = call.layout.rows[first : first + link.ranks]
+    count = heads_q // link.ranks
+    heads = Heads(link, rows, *_order(call.layout, first, link.ranks, q.device))
+    return heads, slice(link.rank * count, (link.rank + 1) * count)
+
+
+def _keywords(call: Call, device: torch.device, mine: slice) -> dict[str, Any]:
+    """Returns the keywords of mask and mods of the call for this rank's heads over all rows."""
+    mods = {name: _of_heads(name, x, mine) for name, x in call.mods.items()}
+    documents = _documents(call.layout, device) if call.layout.is_packed else {}
+    return {"window_size": tuple(call.window), "index_offsets": (0, 0, mine.start), **documents, **mods}
+
+
+def _of_heads(name: str, x: Any, mine: slice) -> Any:
+    """Returns what a mod has for these heads."""
+    if name == "sinks":
+        return x[mine]
+    return x[..., mine, :, :] if name == "bias" and x.dim() > 2 and x.shape[-3] > 1 else x
+
+
+def _as_rows(lse: torch.Tensor) -> torch.Tensor:
+    return lse.transpose(1, 2)[..., None]
+
+
+def _as_lse(rows: torch.Tensor) -> torch.Tensor:
+    return rows[..., 0].transpose(1, 2)
+
+
+@lru_cache(LAYOUTS)
+def _joined(layout: Layout, count: int) -> Layout:
+    return layout.joined(count)
+
+
+@lru_cache(LAYOUTS)
+def _documents(layout: Layout, device: torch.device) -> dict[str, Any]:
+    """Returns the keywords of the layout's documents as packed sequences."""
+    return bounds_of(layout.cu_seqlens, device, "q") | bounds_of(layout.cu_seqlens, device, "k")
+
+
+@lru_cache(LAYOUTS)
+def _order(layout: Layout, first: int, ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `Heads.order` and `Heads.inverse` of some ranks."""
+    inverse: Any = np.argsort(np.concatenate([layout.indices(rank) for rank in range(first, first + ranks)]))
+    return torch.from_numpy(np.argsort(inverse)).to(device), torch.from_numpy(inverse).to(device)

@@ -28,11 +28,12 @@ class RankPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan of a call. print(plan) shows all ranks."""
+    """The plan of a call. print(plan) shows all ranks. inner: ranks of the inner axis of a mesh, 1 without."""
 
     scheme: Scheme
     layout: Layout
     ranks: tuple[RankPlan, ...]
+    inner: int = 1
 
     @property
     def imbalance(self) -> float:
@@ -41,8 +42,10 @@ class Plan(NamedTuple):
         return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
 
     def __str__(self) -> str:
+        axes = f" of {self.layout.ranks // self.inner} x {self.inner} ranks" if self.inner > 1 else ""
         lines = [
-            f"scheme {self.scheme!r} over {self.layout}: forward, largest work {self.imbalance:.2f} times the mean"
+            f"scheme {self.scheme!r}{axes} over {self.layout}: forward, "
+            f"largest work {self.imbalance:.2f} times the mean"
         ]
         lines += [
             f"rank {rank}: {each.rows} rows, {each.calls} calls, {work(each.flops)}, "
@@ -63,6 +66,7 @@ def plan(
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     itemsize: int = 2,
+    inner: int = 1,
 ) -> Plan:
     """Returns the work and the bytes of every rank in forward. Nothing runs, and no group is needed.
 
@@ -84,6 +88,8 @@ def plan(
         Numbers of visible keys on both sides; -1 or None for an open side.
     itemsize : int, default 2
         Bytes of an element.
+    inner : int, default 1
+        Ranks of the inner axis of a mesh of two, which exchange heads; the ring runs over the outer axis.
 
     Returns
     -------
@@ -93,7 +99,8 @@ def plan(
     Raises
     ------
     ProblemError
-        For an unknown scheme, or heads that the ranks do not divide with "ulysses".
+        For an unknown scheme, heads that the ranks do not divide with "ulysses", or an inner axis that does not divide
+        the ranks or the heads.
 
     Examples
     --------
@@ -105,34 +112,76 @@ def plan(
     """
     if scheme not in SCHEMES:
         raise ProblemError(f"scheme={scheme!r} is unknown; give one of {', '.join(map(repr, SCHEMES))}")
-    numbers = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim, "itemsize": itemsize}
-    heads_q, heads_kv, head_dim, itemsize = (check_integer(name, value) for name, value in numbers.items())
+    numbers = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim, "itemsize": itemsize,
+               "inner": inner}  # fmt: skip
+    heads_q, heads_kv, head_dim, itemsize, inner = (check_integer(name, value) for name, value in numbers.items())
     head_dim_v = head_dim if head_dim_v is None else check_integer("head_dim_v", head_dim_v)
     left, right = check_window(window_size)
     window, ranks = Window(left, 0 if check_flag("causal", causal) else right), layout.ranks
+    if inner > 1:
+        return _on_two_axes(layout, window, scheme, inner, (heads_q, heads_kv), (head_dim, head_dim_v), itemsize)
     if scheme == "auto":
         scheme = choose(layout, window, heads_q, heads_kv)
     if scheme == "ulysses" and (reason := ulysses_lacks(heads_q, ranks)):
         raise ProblemError(f"scheme='ulysses': {reason}; give scheme='gather', 'ring' or 'auto'")
-    rows = [layout.num_rows(rank) for rank in range(ranks)]
     pairs = [_visible_pairs(layout, rank, window) for rank in range(ranks)]
     plans = []
-    for rank in range(ranks):
+    for rank, rows in enumerate(layout.rows):
         flops, calls = 2 * pairs[rank] * heads_q * (head_dim + head_dim_v), 1
         if scheme == "ulysses":
-            flops, heads = 2 * sum(pairs) * (heads_q // ranks) * (head_dim + head_dim_v), heads_q // ranks
-            copies = heads_kv * kv_copies(heads_q, heads_kv, ranks)
-            of_a_row = heads * head_dim + copies // ranks * (head_dim + head_dim_v)
-            elements = (layout.seqlen - rows[rank]) * of_a_row + rows[rank] * (heads_q - heads) * head_dim_v
+            flops = 2 * sum(pairs) * (heads_q // ranks) * (head_dim + head_dim_v)
+            elements = _exchanged(layout.seqlen, rows, ranks, (heads_q, heads_kv), (head_dim, head_dim_v))
         elif scheme == "ring":
-            elements = (ranks - 1) * max(rows) * heads_kv * (head_dim + head_dim_v)
-            calls += sum(len(rectangles(layout, rank, other, window)) for other in range(ranks) if other != rank)
+            elements, calls = _of_ring(layout, rank, window, heads_kv * (head_dim + head_dim_v))
         else:
             needed = {row for keys in needed_keys(layout, rank, window) for row in range(*keys)}
             elements = len(needed.difference(layout.indices(rank).tolist())) * heads_kv * (head_dim + head_dim_v)
             calls = len(pieces_of(layout, rank, window))
-        plans.append(RankPlan(rows[rank], calls, flops, elements * itemsize))
+        plans.append(RankPlan(rows, calls, flops, elements * itemsize))
     return Plan(scheme, layout, tuple(plans))
+
+
+def _on_two_axes(
+    layout: Layout,
+    window: Window,
+    scheme: Scheme,
+    inner: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    itemsize: int,
+) -> Plan:
+    """Returns the plan of the ring over the outer axis, whose ranks hold the rows of all of an inner axis."""
+    if layout.ranks % inner:
+        raise ProblemError(
+            f"inner={inner} is no divisor of {layout.ranks} ranks; give the size of the mesh's last axis"
+        )
+    if scheme not in ("auto", "ring") or ulysses_lacks(heads[0], inner):
+        raise ProblemError(
+            f"a mesh of two axes runs scheme='ring' with query heads that its inner axis divides, not {scheme!r} with "
+            f"{heads[0]} heads over {inner} ranks; give inner=1"
+        )
+    outer, plans = layout.joined(inner), []
+    heads_kv = heads[1] * kv_copies(*heads, inner) // inner
+    for number, rows in enumerate(outer.rows):
+        flops = 2 * _visible_pairs(outer, number, window) * (heads[0] // inner) * sum(dims)
+        of_ring, calls = _of_ring(outer, number, window, heads_kv * sum(dims))
+        for each in layout.rows[number * inner : (number + 1) * inner]:
+            elements = of_ring + _exchanged(rows, each, inner, heads, dims)
+            plans.append(RankPlan(each, calls, flops, elements * itemsize))
+    return Plan("ring", layout, tuple(plans), inner)
+
+
+def _exchanged(all_rows: int, rows: int, ranks: int, heads: tuple[int, int], dims: tuple[int, int]) -> int:
+    """Returns the elements that a rank receives in an exchange of heads for rows and back."""
+    heads_q, heads_kv = heads[0] // ranks, heads[1] * kv_copies(*heads, ranks) // ranks
+    of_a_row = heads_q * dims[0] + heads_kv * sum(dims)
+    return (all_rows - rows) * of_a_row + rows * (heads[0] - heads_q) * dims[1]
+
+
+def _of_ring(layout: Layout, rank: int, window: Window, of_a_row: int) -> tuple[int, int]:
+    """Returns the elements of keys that a rank receives in a ring, and its calls."""
+    others = [len(rectangles(layout, rank, other, window)) for other in range(layout.ranks) if other != rank]
+    return len(others) * max(layout.rows) * of_a_row, 1 + sum(others)
 
 
 def _visible_pairs(layout: Layout, rank: int, window: Window) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..distributed.exchange import check_agreement
+from ..distributed.exchange import Link, check_agreement, needs_agreement
 from ..distributed.layout import Kind, Layout
 from ..distributed.rectangles import Window
 from ..distributed.ring import ring_backward, ring_forward
@@ -152,11 +152,13 @@ def _run(
             "cuflash.frameworks.sdpa.restore()"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    shapes = [tuple(x.shape) for x in (q, k, v)]
-    check_agreement(group, {"shapes": shapes, "dtype": q.dtype, "is_causal": is_causal, "scale": scale}, False)
+    link = Link(group, group.rank(), group.size(), "context_parallel")
+    if needs_agreement([group]):
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        check_agreement([link], {"shapes": shapes, "dtype": q.dtype, "is_causal": is_causal, "scale": scale})
     options = {"softmax_scale": scale, "softcap": 0.0, "deterministic": torch.are_deterministic_algorithms_enabled()}
     window = Window(None, 0 if is_causal else None)
-    call = Call(_layout(q.shape[1], group.size(), kind), group.rank(), group, window, options, {})
+    call = Call(_layout(q.shape[1], link.ranks, kind), [link], window, options, {})
     if grad_out is not None and out is not None and logsumexp is not None:
         dout, o, lse = grad_out.transpose(1, 2), out.transpose(1, 2), logsumexp.view(logsumexp.shape[:3])
         gradients = [x if x is None else x.transpose(1, 2) for x in ring_backward(call, dout, None, q, k, v, o, lse)]

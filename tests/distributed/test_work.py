@@ -79,3 +79,19 @@ def test_bad_plans_are_refused() -> None:
         plan(Layout(64, 4), 8, 2, 64, scheme="rings")  # type: ignore[arg-type]
     with pytest.raises(ProblemError, match=r"heads_q=8\.0 is a float; give an integer"):
         plan(Layout(64, 4), 8.0, 2, 64)  # type: ignore[arg-type]
+
+
+def test_a_mesh_of_two_axes_adds_its_axes() -> None:
+    layout = Layout([0, 100, 4096], 8)
+    both = plan(layout, 16, 2, 64, causal=True, inner=4)
+    pairs = plan(layout, 16, 2, 64, causal=True, scheme="ring").ranks
+    outer = plan(layout.joined(4), 4, 1, 64, causal=True, scheme="ring").ranks  # 2 kv heads for 4 ranks: copies
+    assert sum(each.flops for each in both.ranks) == sum(each.flops for each in pairs)
+    heads_for_rows = 2 * (3 * 512 * (4 * 64 + 1 * 128) + 512 * 12 * 64)
+    for rank, each in enumerate(both.ranks):
+        assert each.bytes_received == outer[rank // 4].bytes_received + heads_for_rows
+        assert each.calls == outer[rank // 4].calls
+    assert str(both).startswith("scheme 'ring' of 2 x 4 ranks over Layout(zigzag, 4096 rows of 2 documents, 8 ranks")
+    for options, text in (({"inner": 3}, "no divisor"), ({"inner": 4, "scheme": "gather"}, "give inner=1")):
+        with pytest.raises(ProblemError, match=text):
+            plan(layout, 16, 2, 64, **options)  # type: ignore[arg-type]

@@ -5,14 +5,22 @@ distributed_cases.py RANK RANKS STORE CHECK [ARGUMENT...]    prints what is wron
 
 from __future__ import annotations
 
+import datetime
+import inspect
+import os
 import random
+import time
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_check
 
-from cuflash.distributed import Layout, attention, unshard
+from cuflash.distributed import ExchangeError, Layout, attention, unshard
+from cuflash.distributed import ring as ring_module
+from cuflash.distributed.ops import by_op
+from cuflash.distributed.torch import groups_of
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention as whole_attention
 from cuflash.mods import position_of, seqlen_k, seqlen_q
@@ -33,12 +41,16 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def draw(cls, seed: int, ranks: int, device: str = "cpu") -> Case:
-        """Draws a case; all ranks draw the same. On "cuda" some sequences are long, and inputs have 16 bits."""
+    def draw(cls, seed: int, ranks: int, device: str = "cpu", inner: int = 1) -> Case:
+        """Draws a case; all ranks draw the same. On "cuda" some sequences are long, and inputs have 16 bits.
+
+        inner: ranks of the inner axis of a mesh of two.
+        """
         rng = random.Random(seed)
         on_gpu = device == "cuda"
-        scheme = rng.choice(("ring", "ulysses", "gather", "auto"))
+        scheme = rng.choice(("ring", "auto") if inner > 1 else ("ring", "ulysses", "gather", "auto"))
         heads_q = rng.choice((1, 2)) * ranks if scheme == "ulysses" else rng.choice((1, 4, 6, 2 * ranks))
+        heads_q = heads_q if inner == 1 else inner * rng.choice((1, 2, 3))
         heads_kv = rng.choice([heads for heads in range(1, heads_q + 1) if heads_q % heads == 0])
         long = (1000, 1999) if on_gpu else ()
         seqlen: Any = rng.choice((0, 1, ranks, 2 * ranks + 1, 64, 127, 129, 300, *long))
@@ -53,13 +65,13 @@ class Case(NamedTuple):
         options |= {"softcap": 5.0} if rng.random() < 0.3 else {}
         options |= {"softmax_scale": 0.3} if rng.random() < 0.3 else {}
         mods = {"sinks"} if rng.random() < 0.4 else set()
-        if scheme in ("ulysses", "gather", "auto"):
+        if scheme in ("ulysses", "gather", "auto") and inner == 1:
             mods |= {name for name in ("score_mod", "mask_mod") if rng.random() < 0.3}
-        if scheme in ("gather", "auto") and len(layout.cu_seqlens) == 2:
+        if scheme in ("gather", "auto") and inner == 1 and len(layout.cu_seqlens) == 2:
             mods |= {"bias"} if rng.random() < 0.3 else set()
         dims = rng.choice(((64, 64), (128, 128)) if on_gpu else ((16, 16), (8, 24)))
         batch = 1 if is_packed else rng.choice((1, 2))
-        options |= {"dropout_p": 0.3, "dropout_seed": seed} if rng.random() < 0.4 else {}
+        options |= {"dropout_p": 0.3, "dropout_seed": seed} if not on_gpu and rng.random() < 0.4 else {}
         dtype = rng.choice((torch.bfloat16, torch.float16)) if on_gpu else torch.float32
         if on_gpu and rng.random() < 0.5:
             options |= {"split_size": 128, "deterministic": mods <= {"sinks"}}
@@ -136,13 +148,22 @@ def shard(layout: Layout, rank: int, name: str, x: torch.Tensor) -> torch.Tensor
     return x if axis is None else layout.shard(x, axis, rank)
 
 
-def results_of(case: Case, whole: Whole, rank: int) -> dict[str, torch.Tensor]:
+def as_op(*tensors: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    """Calls the op that stands for `attention` in graphs."""
+    parameters = inspect.signature(attention).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    return by_op(*tensors, defaults | options, [each.group_name for each in groups_of(group)])
+
+
+def results_of(
+    case: Case, whole: Whole, rank: int, group: Any = None, call: Any = attention
+) -> dict[str, torch.Tensor]:
     """Returns the results of this rank, by the names of `Whole`; gradients of sinks and slopes are added up."""
     layout = case.layout
     mine = {name: shard(layout, rank, name, x.detach()).clone() for name, x in whole.leaves.items()}
     mine = {name: x.requires_grad_() for name, x in mine.items()}
-    out, lse = attention(mine["q"], mine["k"], mine["v"], layout=layout, scheme=case.scheme, return_lse=True,
-                         **case.options, **case.mod_kwargs(mine))  # fmt: skip
+    out, lse = call(mine["q"], mine["k"], mine["v"], layout=layout, group=group, scheme=case.scheme, return_lse=True,
+                    **case.options, **case.mod_kwargs(mine))  # fmt: skip
     loss = loss_of(out, lse, shard(layout, rank, "out", whole.dout), shard(layout, rank, "lse", whole.dlse))
     grads = dict(zip(mine, torch.autograd.grad(loss, [*mine.values()]), strict=True))
     for name in ("sinks", "slopes"):
@@ -151,24 +172,30 @@ def results_of(case: Case, whole: Whole, rank: int) -> dict[str, torch.Tensor]:
     return {"out": out, "lse": lse, **{"d" + name: grad for name, grad in grads.items()}}
 
 
-def failures(case: Case, seed: int, rank: int) -> list[str]:
+def failures(case: Case, seed: int, rank: int, group: Any = None) -> list[str]:
     """Returns what differs between the ranks' results of a case and those of one process."""
     whole, wrong = Whole.computed(case, seed), []
-    for name, result in results_of(case, whole, rank).items():
-        correct = shard(case.layout, rank, name, whole.results[name])
+    has_op = case.mods.isdisjoint(("score_mod", "mask_mod")) and "dropout_p" not in case.options
+    results = results_of(case, whole, rank, group, as_op if has_op and seed % 2 else attention)
+    results["unsharded"] = unshard(results["out"], case.layout, group=group)
+    for name, result in results.items():
+        correct = shard(case.layout, rank, name, (whole.results | {"unsharded": whole.results["out"]})[name])
         scale = max([1.0, *correct.detach().nan_to_num(posinf=0.0, neginf=0.0).abs().flatten().tolist()])
         if not torch.allclose(result, correct, rtol=0.0, atol=MOST_ERROR * scale):
             wrong.append(f"{name} differs by {float((result - correct).abs().max()):.3g}")
     return wrong
 
 
-def drawn(rank: int, ranks: int, first: str, count: str) -> list[str]:
-    """Runs `count` cases; returns the failures."""
-    wrong = []
+def drawn(rank: int, ranks: int, first: str, count: str, inner: str = "1") -> list[str]:
+    """Runs `count` cases; returns the failures. inner: ranks of the inner axis of a mesh of two."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    wrong, columns = [], int(inner)
+    group = init_device_mesh("cpu", (ranks // columns, columns)) if columns > 1 else None
     for seed in range(int(first), int(first) + int(count)):
-        case = Case.draw(seed, ranks)
+        case = Case.draw(seed, ranks, inner=columns)
         try:
-            wrong += [f"seed {seed}: {text} in {case}" for text in failures(case, seed, rank)]
+            wrong += [f"seed {seed}: {text} in {case}" for text in failures(case, seed, rank, group)]
         except Exception as error:
             raise RuntimeError(f"seed {seed}: {case}") from error
     print(f"ran {count}", flush=True)
@@ -257,7 +284,7 @@ def mesh(rank: int, ranks: int) -> list[str]:
     (dq,) = torch.autograd.grad(out.sum(), locals_[:1])
     if not torch.allclose(locals_[0].grad, dq, atol=1e-6):
         wrong.append("DTensors give another gradient")
-    if "with placements [Shard(1)], or local tensors" not in raised(wrapped[0], *locals_[1:]):
+    if "with Shard(1) for each of its axes, or local tensors" not in raised(wrapped[0], *locals_[1:]):
         wrong.append("a local k beside a DTensor q is taken")
     return wrong
 
@@ -301,6 +328,201 @@ def autograd(rank: int, ranks: int) -> list[str]:
                 wrong.append(f"{scheme} has a second derivative")
             except (RuntimeError, UnsupportedError):
                 pass
+    return wrong
+
+
+def repeated(rank: int, ranks: int) -> list[str]:
+    """A repeated call computes nothing of its layout again, and builds none."""
+    wrong = []
+    layouts = Layout([0, 5, 6, 20, 24], ranks), Layout(24, ranks), None
+    x = torch.randn(3, 1, 12, ranks, 8, requires_grad=True)
+
+    def step(**options: Any) -> None:
+        torch.autograd.grad(attention(*x, causal=True, **options).sum(), x)
+
+    counted = Layout.pieces, Layout.__init__
+    for scheme in ("ring", "ulysses", "gather"):
+        for layout in layouts:
+            step(scheme=scheme, layout=layout)
+            try:
+                Layout.pieces = Layout.__init__ = None  # type: ignore[assignment, method-assign]
+                step(scheme=scheme, layout=layout)
+            except TypeError as error:
+                wrong.append(f"{scheme} over {layout}: {error}")
+            finally:
+                Layout.pieces, Layout.__init__ = counted  # type: ignore[method-assign]
+    return wrong
+
+
+def two_axes(rank: int, ranks: int) -> list[str]:
+    """A mesh of two axes refuses what it does not run; ranks that disagree anywhere get an error everywhere."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    group, q = init_device_mesh("cpu", (ranks // 2, 2)), torch.randn(1, 6, 2, 8)
+    calls: list[tuple[torch.Tensor, dict[str, Any], str]] = [
+        (q, {"softcap": float(rank == 1)}, "ranks disagree about softcap: rank 0 has 0.0, rank 1 has 1.0"),
+        (q, {"scheme": "gather"}, "scheme='gather' runs on one axis, but the mesh has two"),
+        (q, {"mask_mod": lambda b, h, i, j: i >= j}, "on a mesh of two axes the ring runs: it has no mask_mod"),
+        (q[:, :, :1], {}, "1 query heads are no multiple of 2 ranks; give another mesh"),
+        (q, {"dropout_p": 0.1}, "there is no dropout_seed; give all ranks the same seed"),
+        (q, {"layout": Layout(12, 2)}, f"the layout is for 2 ranks, but the group has {ranks}"),
+        (q[:, 1:], {"layout": Layout(24, ranks)}, f"q has 5 rows, but rank {rank} holds {24 // ranks} of the layout"),
+    ]
+    got = [(text, raised(x, x, x, group=group, **options)) for x, options, text in calls]
+    wrong = [f"{text}: {error}" for text, error in got if text not in error]
+    wrapped = DTensor.from_local(q, group, [Shard(1)] * 2, run_check=False)
+    out = attention(wrapped, wrapped, wrapped)
+    if not (out.shape == (1, 6 * ranks, 2, 8) and torch.equal(out.to_local(), attention(q, q, q, group=group))):
+        wrong.append("DTensors on two axes give another out")
+    return wrong
+
+
+def between_graphs(rank: int, ranks: int) -> list[str]:
+    """Calls with dropout or a layout by runs run between graphs; a whole graph and the op refuse them."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    wrong = []
+    x = torch.randn(1, 6, 2, 8, requires_grad=True)
+    by_runs = Layout(6 * ranks, ranks, runs=[[(6 * each, 6 * each + 6)] for each in range(ranks)])
+    group = init_device_mesh("cpu", (ranks // 2, 2)) if ranks > 2 else None
+    calls: tuple[dict[str, Any], ...] = (
+        {"layout": by_runs}, {"layout": by_runs.joined(1)}, {"dropout_p": 0.3, "dropout_seed": 5}
+    )  # fmt: skip
+    for keywords in calls:
+
+        def step(x: Any, keywords: dict[str, Any] = keywords) -> Any:
+            return attention(x * 1, x, x, causal=True, group=group, **keywords) * 2
+
+        torch._dynamo.reset()
+        results = [step(x), torch.compile(step, backend="eager")(x)]
+        pairs = [(out, *torch.autograd.grad(out.square().sum(), x)) for out in results]
+        wrong += [
+            f"{keywords} in graphs" for eager, result in zip(*pairs, strict=True) if not torch.equal(eager, result)
+        ]
+        for call, text in (
+            (torch.compile(step, backend="eager", fullgraph=True), "such calls run between graphs"),
+            (lambda x, keywords=keywords: as_op(x, x, x, group=group, **keywords), "dropout or a layout by runs under"),
+        ):
+            torch._dynamo.reset()
+            try:
+                call(x)
+                wrong.append(f"{keywords}: no error")
+            except (RuntimeError, UnsupportedError) as error:
+                wrong += [] if text in str(error) else [f"{text}: {error}"]
+    if not torch.equal(as_op(x, x, x, group=group, dropout_seed=5)[0], attention(x, x, x, group=group)):
+        wrong.append("a seed without dropout changes out")
+    return wrong
+
+
+def lost(rank: int, ranks: int, how: str) -> list[str]:
+    """A rank that ends, or makes another call later, ends the others by the engine's timeout, with our sentence."""
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5)) if how == "late" else None
+    out = attention(q, q, q, scheme="ring" if how == "backward" else "gather")
+    if rank == 1:
+        if how == "late":
+            time.sleep(60)
+        os._exit(0)
+    try:
+        if how == "backward":
+            out.sum().backward()
+        else:
+            attention(q, q, q, scheme="ulysses", group=group, check=how == "check")
+    except ExchangeError as error:
+        scheme = {"backward": "scheme='ring'", "forward": "scheme='ulysses'"}.get(how, "comparison of arguments")
+        is_ours = str(error).startswith(f"{scheme}: rank 0 of 2 got no answer from the others")
+        print("explained" if is_ours and isinstance(error.__cause__, RuntimeError) else f"another: {error}", flush=True)
+    os._exit(0)
+
+
+def interrupted(rank: int, ranks: int) -> list[str]:
+    """Rank 0 waits for rank 1, which computes; Ctrl-C ends both."""
+    q = torch.randn(1, 8, 2, 8)
+    attention(q, q, q)
+    print("waits", flush=True)
+    if rank == 1:
+        time.sleep(600)
+    attention(q, q, q)
+    return []
+
+
+def torn_down(rank: int, ranks: int) -> list[str]:
+    """A group is destroyed and another one is built after calls."""
+    wrong = []
+    for turn in range(2):
+        group = dist.new_group(backend="gloo")
+        q = torch.randn(1, 8, 2, 8)
+        attention(q, q, q, group=group)
+        if "ranks disagree about softcap" not in raised(q, q, q, group=group, softcap=float(rank), check=True):
+            wrong.append(f"turn {turn} compares nothing")
+        dist.barrier()
+        dist.destroy_process_group(group)
+    member = dist.new_group([0])
+    if rank == 1 and "this process is no member of the group" not in raised(q, q, q, group=member):
+        wrong.append("a rank outside of the group calls")
+    return wrong
+
+
+def memory(rank: int, ranks: int) -> list[str]:
+    """The ring holds at most three copies of the rank's keys and values beside its inputs, state and results."""
+    rows, heads, dim = 8, 64, 64
+    q, k, v = (torch.randn(1, rows, count, dim) for count in (heads, heads, heads))
+    size, states = 2 * k.nbytes, q.nbytes + q[..., 0].nbytes
+
+    def partial(q: torch.Tensor, *arrays: Any, **options: Any) -> Any:
+        return q, q[..., 0].transpose(1, 2)
+
+    with mock.patch.object(ring_module, "_forward", partial), torch.no_grad():
+        attention(q, k, v, scheme="ring")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            attention(q, k, v, scheme="ring")
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, most = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    copies = (most - states) / size
+    return [] if events and 1 < copies <= 3.01 else [f"{copies:.2f} copies are held"]
+
+
+def compiled(rank: int, ranks: int) -> list[str]:
+    """A whole graph holds a call: results and gradients are those of an eager call; other documents need no new one."""
+    from torch._dynamo.backends.debugging import aot_eager  # the import takes seconds
+    from torch.distributed.device_mesh import init_device_mesh
+
+    wrong, graphs = [], 0
+
+    def backend(module: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return aot_eager(module, inputs)
+
+    packed, group = Layout([0, 5, 6, 20, 24], ranks), init_device_mesh("cpu", (ranks,))
+    for scheme, layouts, most in (
+        ("ring", (None, Layout(24, ranks), packed, Layout([0, 3, 15, 16, 24], ranks)), 3),  # one graph of any documents
+        ("ulysses", (packed, Layout(24, ranks)), 2),
+        ("gather", (packed, Layout(24, ranks)), 2),
+    ):
+
+        def step(q: Any, k: Any, v: Any, sinks: Any, layout: Any, scheme: str = scheme) -> Any:
+            out, lse = attention(q * 1, k, v, layout=layout, scheme=scheme, causal=True, sinks=sinks, return_lse=True,
+                                 group=group if scheme == "gather" else None)  # fmt: skip
+            return loss_of(out * 2, lse, torch.cos(out.detach()), torch.sin(lse.detach()))
+
+        torch._dynamo.reset()
+        whole = torch.compile(step, backend=backend, fullgraph=True)
+        graphs = 0
+        for layout in layouts:
+            torch.manual_seed(rank)
+            x = [torch.randn(1, 24 // ranks, heads, 8, requires_grad=True) for heads in (2 * ranks, 2, 2)]
+            x += [torch.linspace(-1, 1, 2 * ranks).requires_grad_()]
+            pairs = [(loss, *torch.autograd.grad(loss, x)) for loss in (step(*x, layout), whole(*x, layout))]
+            for name, eager, result in zip(("loss", "dq", "dk", "dv", "dsinks"), *pairs, strict=True):
+                if not torch.allclose(eager, result, atol=1e-5):
+                    wrong.append(f"{scheme} {layout} {name}: {(eager - result).abs().max():.3g}")
+        if graphs > most:
+            wrong.append(f"{scheme}: {graphs} graphs")
     return wrong
 
 

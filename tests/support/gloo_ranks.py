@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from workers import ROOT
 
 
-def run_ranks(script: str, ranks: int, folder: Path, *arguments: object) -> str:
-    """Runs a script of tests/support as so many processes of a group; returns what they print.
+@contextmanager
+def started_ranks(script: str, ranks: int, folder: Path, *arguments: object) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts a script of tests/support as so many processes of a group, and ends them.
 
-    arguments: the name of a check and its arguments. If one process ends, so do the others.
+    arguments: the name of a check and its arguments.
     """
     path, store = ROOT / "tests" / "support" / script, folder / "store"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -27,11 +30,17 @@ def run_ranks(script: str, ranks: int, folder: Path, *arguments: object) -> str:
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        return "\n".join(process.communicate()[0] for process in running)
+        yield running
     finally:
         for process in running:
             process.kill()
             process.wait()
+
+
+def run_ranks(script: str, ranks: int, folder: Path, *arguments: object) -> str:
+    """Runs a script as `started_ranks` does; returns what its processes print. If one ends, so do the others."""
+    with started_ranks(script, ranks, folder, *arguments) as running:
+        return "\n".join(process.communicate()[0] for process in running)
 
 
 def assert_ranks(script: str, ranks: int, folder: Path, check: str, *arguments: object) -> None:

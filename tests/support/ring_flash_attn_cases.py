@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_check
+from torch.distributed.device_mesh import init_device_mesh
 
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks import ring_flash_attn
@@ -228,7 +229,7 @@ def refusals(rank: int, ranks: int) -> list[str]:
     three, dense, packed = (one, one, one), "ring_flash_attn_func", "ring_flash_attn_varlen_func"
     llama3, prepare = "llama3_flash_attn_varlen_func", "llama3_flash_attn_prepare_cu_seqlens"
     ring_flash_attn.ring_flash_attn_func(x, x, x)
-    wrong = []
+    mesh, wrong = init_device_mesh("cpu", (ranks, 1)), []
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         (dense, (x, x, x, 0.1), {}, "UnsupportedError: dropout_p=0.1: attention over the rows of"),
         (dense, (x, x, x, x), {}, "dropout_p=a Tensor"),
@@ -238,6 +239,7 @@ def refusals(rank: int, ranks: int) -> list[str]:
         (dense, (x, x[:, :7], x), {}, "k has 7 rows, but q has 8; give the same"),
         (dense, (x, x, x[:, :7]), {}, "ProblemError: v has 7 rows, but q has 8; give the same"),
         (dense, (x, x, x), {"alibi_slopes": torch.ones(3)}, "alibi_slopes has shape (3,)"),
+        (dense, (x, x, x), {"group": mesh}, "has two axes; give a mesh of one"),
         ("stripe_flash_attn_qkvpacked_func", (qkv[:, :, :2],), {}, "qkv has shape (1, 8, 2, 2, 8); give (batch"),
         ("stripe_flash_attn_kvpacked_func", (x, qkv[:, :7, :2]), {}, "k of kv has 7 rows, but q has 8"),
         (packed, (*three, bounds[:2], 3), {}, "cu_seqlens ends at 3, but q has 8"),

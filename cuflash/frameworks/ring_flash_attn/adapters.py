@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ...distributed.layout import Layout
-from ...distributed.torch import attention, group_of
+from ...distributed.torch import attention
 from ...errors import ProblemError, UnsupportedError
-from .rows import values_of
+from .rows import link_of, values_of
 
 _layouts: dict[Any, Layout] = {}  # of the current batch, by group
 
@@ -49,7 +49,7 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register("flash_attention_2", partial(_flash_attention_forward, group_of(process_group)))
+    AttentionInterface.register("flash_attention_2", partial(_flash_attention_forward, link_of(process_group).group))
 
 
 def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: Any) -> None:
@@ -71,7 +71,7 @@ def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: Any) 
     --------
     See `substitute_hf_flash_attn`.
     """
-    group = group_of(process_group)
+    group = link_of(process_group).group
     _layouts[group] = Layout(values_of("cu_seqlens", cu_seqlens), group, "contiguous")
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...distributed.layout import Layout
-from ...distributed.torch import attention, group_of
+from ...distributed.torch import attention
 from ...errors import REFUSALS, ProblemError, UnsupportedError
 from ...problem.foreign import renamed
 from ...problem.options import check_flag
@@ -19,7 +18,7 @@ from ..flash_attn.arguments import check_rank, packed_names, unpack, window_of
 from ..flash_attn.mods import slopes_of
 from ..torch import check_tensor
 from ..torch.tensors import uncompiled
-from .rows import stripes_of
+from .rows import link_of, stripes_of
 
 
 def attend(
@@ -57,21 +56,21 @@ def attend(
                 raise ProblemError(
                     f"{name} has {x.shape[-3]} rows, but q has {tensors[0].shape[-3]}; give the same rows of this rank"
                 )
-        group = group_of(group)
-        layout = layout_of(tensors[0], group)
+        link = link_of(group)
+        layout = layout_of(tensors[0], link.group)
         q, k, v = (x if axes == 4 else x[None] for x in tensors)
         mods: dict[str, Any] = {} if alibi_slopes is None else {"score_mod": _alibi(slopes_of(alibi_slopes, q, None))}
         if is_striped:
-            stripes = stripes_of(layout, dist.get_rank(group), q.device)
-            q, k, v = (stripes.to_layout(x, 1, group) for x in (q, k, v))
+            stripes = stripes_of(layout, link.rank, q.device)
+            q, k, v = (stripes.to_layout(x, 1, link) for x in (q, k, v))
         out, lse = attention(
-            q, k, v, layout=layout, group=group, softmax_scale=softmax_scale, causal=causal,
+            q, k, v, layout=layout, group=link.group, softmax_scale=softmax_scale, causal=causal,
             window_size=window_of(window_size), deterministic=deterministic, return_lse=True, **mods,
         )  # fmt: skip
     except REFUSALS as error:
         raise renamed(error, names) from error.__cause__
     if is_striped:
-        out, lse = stripes.from_layout(out, 1, group), stripes.from_layout(lse, 2, group)
+        out, lse = stripes.from_layout(out, 1, link), stripes.from_layout(lse, 2, link)
     if axes == 3:
         out, lse = out[0], lse[0]
     return (out, lse, None) if return_attn_probs else out

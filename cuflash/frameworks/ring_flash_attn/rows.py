@@ -11,10 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...distributed.exchange import exchange
+from ...distributed.calls import links_of
+from ...distributed.exchange import Link, exchange
 from ...distributed.layout import Kind, Layout
+from ...distributed.torch import groups_of
 from ...errors import ProblemError
 from ..torch.varlen import check_integers
+
+
+def link_of(group: Any) -> Link:
+    """Returns the link of a group, of a mesh of one axis, or of None."""
+    links = links_of(groups_of(group), "ring_flash_attn")
+    if len(links) > 1:
+        raise ProblemError(f"group={group!r} has two axes; give a mesh of one, or call cuflash.distributed.attention")
+    return links[0]
 
 
 def of_sequence(kind: Kind, q: torch.Tensor, group: Any) -> Layout:
@@ -126,14 +136,14 @@ class Stripes(NamedTuple):
     sent_inverse: torch.Tensor
     received_inverse: torch.Tensor
 
-    def to_layout(self, x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    def to_layout(self, x: torch.Tensor, dim: int, link: Link) -> torch.Tensor:
         """Returns the layout's rows of this rank, from those of all stripes."""
-        rows = exchange(x.movedim(dim, 0)[self.sent], self.send, self.receive, group)
+        rows = exchange(x.movedim(dim, 0)[self.sent], self.send, self.receive, link)
         return rows[self.received_inverse].movedim(0, dim)
 
-    def from_layout(self, x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    def from_layout(self, x: torch.Tensor, dim: int, link: Link) -> torch.Tensor:
         """Returns the rows of this rank's stripe, from those of all ranks of the layout."""
-        rows = exchange(x.movedim(dim, 0)[self.received], self.receive, self.send, group)
+        rows = exchange(x.movedim(dim, 0)[self.received], self.receive, self.send, link)
         return rows[self.sent_inverse].movedim(0, dim)
 
 
