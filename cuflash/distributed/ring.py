@@ -64,8 +64,12 @@ def ring_forward(
     """Returns (out, lse) of a rank's rows over the keys of all ranks, outside of autograd."""
     ranks, options = call.layout.ranks, dict(call.options)
     options.pop("deterministic", None)
-    # A sink is the lse of a state whose out is 0.
-    state = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=_state_dtype(q)), _first_lse(q, sinks)
+    wide = _state_dtype(q)
+    # A sink is the lse of a state whose out is 0. Without sinks, a first step over all rows writes the state.
+    writes_state = sinks is None and _keeps_order(call)
+    make = q.new_empty if writes_state else q.new_zeros
+    state = make((*q.shape[:3], v.shape[3]), dtype=wide), _first_lse(q, sinks)
+    first = {"accumulate": True} if not writes_state else {"out_dtype": wide} if wide != q.dtype else {}
     arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     for step in range(ranks):
         keys, source = arriving, (call.rank - step) % ranks
@@ -74,7 +78,7 @@ def ring_forward(
         options["sm_margin"] = call.sm_margin if step < ranks - 1 else 0
         if step == 0 and _keeps_order(call):
             local, mask = _local(call, (q, k, v, *state))
-            _forward(*local[:3], out=local[3], lse=local[4], accumulate=True, **mask, **options)
+            _forward(*local[:3], out=local[3], lse=local[4], **first, **mask, **options)
         else:
             for part, more in call.rectangles(source):
                 rows, columns = slice(*part.q), slice(*part.k)
