@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from distributed_cases import Case
+from rank_cases import Case
 from virtual_ranks import drawn, failures, run_ranks
 
 from cuflash.distributed import Layout

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
 
-import distributed_cases
+import rank_cases
 import torch
 import torch.distributed as dist
-from distributed_cases import MOST_ERROR, Case, Whole, loss_of, results_of, shard
+from rank_cases import MOST_ERROR, Case, Whole, loss_of, results_of, shard
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ThreadLocalWorld
 
@@ -85,7 +85,7 @@ class Exact(NamedTuple):
         s = q @ k.transpose(2, 3) * case.options.get("softmax_scale", case.dims[0] ** -0.5)
         if cap := case.options.get("softcap"):
             s = cap * torch.tanh(s / cap)
-        with mock.patch.multiple(distributed_cases, **stand_ins):
+        with mock.patch.multiple(rank_cases, **stand_ins):
             s = mods["score_mod"](s, batch, h, i, j) if "score_mod" in mods else s + 0
             of_mod = mods["mask_mod"](batch, h, i, j) if "mask_mod" in mods else True
         scores = s
