@@ -86,10 +86,11 @@ def test_attributes_of_jax_hold_them() -> None:
     from cuflash.frameworks.jax.call import static_of
     from cuflash.frameworks.jax.handlers import CallSpec
     from cuflash.ops.mods import ModArgs, resolve_mods
+    from cuflash.problem.operands import FORWARD
     from cuflash.problem.options import Options
 
     options = Options(dropout_p=0.3, index_offsets=(3, 5, 7, 0))
-    op = resolve_mods("forward", ModArgs(mask_mod=tilted(SLOPES)["mask_mod"], dropout_p=0.3), (), options).op
+    op = resolve_mods(FORWARD, ModArgs(mask_mod=tilted(SLOPES)["mask_mod"], dropout_p=0.3), (), options).op
     static = static_of(("q", "k", "v", "dropout_seed"), (Q, K, V, np.zeros(2, np.uint32)), options, op)
     spec = CallSpec(static, ((1,),), ("float32",))
     assert CallSpec.decode(spec.encode().tobytes()) == spec

@@ -28,7 +28,7 @@ def shaped(*shapes: tuple[int, ...]) -> list[Any]:
 STATIC: dict[Callable[..., Any], dict[str, Any]] = {
     attention: {"softmax_scale": 0.5, "causal": True, "window_size": (1, 2), "diagonal_offset": 1, "softcap": 2.0,
                 "deterministic": True, "return_lse": True, "max_seqlen_q": 4, "max_seqlen_k": 4, "num_splits": 2,
-                "split_size": 128, "dropout_p": 0.5},
+                "split_size": 128, "dropout_p": 0.5, "index_offsets": (1, 2)},
     dot_product_attention: {"scale": 0.5, "is_causal": True, "local_window_size": 3, "return_residual": True,
                             "implementation": 1},
     triangle_attention: {"softmax_scale": 0.5},

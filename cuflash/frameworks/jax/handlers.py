@@ -24,7 +24,7 @@ from ...errors import UnsupportedError
 from ...mods.analysis.intervals import Band
 from ...problem.array_spec import ArraySpec
 from ...problem.dtypes import DTYPES, ITEMSIZE
-from ...problem.index_offsets import NO_OFFSETS, IndexOffsets
+from ...problem.index_offsets import NO_OFFSETS, IndexOffsets, check_index_offsets
 from ...problem.mod_spec import ModSpec
 from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, VARLEN_ARGS, VARLEN_OPS, Op, banded, mod_op
 from ...problem.operands import OPS as PUBLIC
@@ -73,7 +73,7 @@ class CallOptions(NamedTuple):
     dropout_p: float = 0.0
     functions: Functions | None = None
     grads: tuple[int, ...] = ()
-    index_offsets: IndexOffsets = NO_OFFSETS
+    index_offsets: IndexOffsets = check_index_offsets(NO_OFFSETS)  # as in validated options
 
     @classmethod
     def from_problem(cls, problem: Problem, names: tuple[str, ...]) -> CallOptions:
