@@ -18,7 +18,7 @@ from .torch import attention, groups_of
 
 _current: ContextVar[Region | None] = ContextVar("region", default=None)
 _lock = Lock()
-_regions: list[Region] = []  # those of all threads
+_regions: list[Region] = []  # of all threads
 active = 0  # regions of all threads; a plain integer, on which graphs of torch.compile are guarded
 is_used = False  # True from the first region on
 
