@@ -105,17 +105,17 @@ struct Conversion {
 #pragma unroll
         for (int c = 0; c < 8; ++c)
           if (is_valid && column + c < columns) sums[c] += x[h][c] * scale;
-        continue;
-      }
+      } else {
 #pragma unroll
-      for (int c = 0; c < 8; c += kChunkElements) {
-        Chunk<kDType> chunk;
+        for (int c = 0; c < 8; c += kChunkElements) {
+          Chunk<kDType> chunk;
 #pragma unroll
-        for (int e = 0; e < kChunkElements; e += 2) {
-          chunk.set2(e, is_valid ? x[h][c + e] * scale : 0.0f, is_valid ? x[h][c + e + 1] * scale : 0.0f);
+          for (int e = 0; e < kChunkElements; e += 2) {
+            chunk.set2(e, is_valid ? x[h][c + e] * scale : 0.0f, is_valid ? x[h][c + e + 1] * scale : 0.0f);
+          }
+          store_chunk(gmem + row * out.stride_seqlen * kElementBytes, column + c, columns - column - c, out.aligned,
+                      chunk);
         }
-        store_chunk(gmem + row * out.stride_seqlen * kElementBytes, column + c, columns - column - c, out.aligned,
-                    chunk);
       }
     }
   }

@@ -347,16 +347,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   if constexpr (kAccumulates) {
     add_keys(params.dk, same, dk, role, problem.score.softmax_scale, problem.head_dim);
     add_keys(params.dv, same, dv, role, 1.0f, problem.head_dim_v);
-    return;
-  }
-  // dk and dv take the place of k and v in shared memory, and leave from there.
+  } else {
+    // dk and dv take the place of k and v in shared memory, and leave from there.
 #pragma unroll
-  for (int r = 0; r < 2 * kFragments; ++r) scale_row(dk[r / 2], r % 2, problem.score.softmax_scale);
-  store_fragments<QSwizzle, 16 * kGroup>(k_smem, dk, role.key, 16 * role.member);
-  store_fragments<VSwizzle, 16 * kGroup>(v_smem, dv, role.key, 16 * role.member);
-  __syncthreads();
-  store_tile<kBlockK, kHeadDim>(params.dk, same.place_of_keys(), same.head, k_smem, same.keys, sequence.visible_keys(),
-                                problem.head_dim);
-  store_tile<kBlockK, kHeadDimV>(params.dv, same.place_of_keys(), same.head, v_smem, same.keys, sequence.visible_keys(),
-                                 problem.head_dim_v);
+    for (int r = 0; r < 2 * kFragments; ++r) scale_row(dk[r / 2], r % 2, problem.score.softmax_scale);
+    store_fragments<QSwizzle, 16 * kGroup>(k_smem, dk, role.key, 16 * role.member);
+    store_fragments<VSwizzle, 16 * kGroup>(v_smem, dv, role.key, 16 * role.member);
+    __syncthreads();
+    store_tile<kBlockK, kHeadDim>(params.dk, same.place_of_keys(), same.head, k_smem, same.keys,
+                                  sequence.visible_keys(), problem.head_dim);
+    store_tile<kBlockK, kHeadDimV>(params.dv, same.place_of_keys(), same.head, v_smem, same.keys,
+                                   sequence.visible_keys(), problem.head_dim_v);
+  }
 }
