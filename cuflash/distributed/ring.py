@@ -15,12 +15,14 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .. import backward, forward
+from .. import backward, forward, merge_states
 from ..errors import UnsupportedError
 from .choice import ring_lacks
 from .exchange import Parcel, start_shift
 from .layout import Layout
 from .scheme import LAYOUTS, Call, bounds_of
+
+MAX_HEAD_DIM_V = {2: 256, 4: 128, 8: 128}  # of accumulate=True on all GPUs, by the bytes of an element
 
 _forward: Any = forward  # overloads do not take keywords of a dict
 _backward: Any = backward
@@ -69,7 +71,6 @@ def ring_forward(
     writes_state = sinks is None and _keeps_order(call)
     make = q.new_empty if writes_state else q.new_zeros
     state = make((*q.shape[:3], v.shape[3]), dtype=wide), _first_lse(q, sinks)
-    first = {"accumulate": True} if not writes_state else {"out_dtype": wide} if wide != q.dtype else {}
     arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     for step in range(ranks):
         keys, source = arriving, (call.rank - step) % ranks
@@ -77,13 +78,16 @@ def ring_forward(
             arriving, work = start_shift(keys, call.link)
         options["sm_margin"] = call.sm_margin if step < ranks - 1 else 0
         if step == 0 and _keeps_order(call):
-            local, mask = _local(call, (q, k, v, *state))
-            _forward(*local[:3], out=local[3], lse=local[4], **first, **mask, **options)
+            (*local, out, lse), mask = _local(call, (q, k, v, *state))
+            if writes_state:
+                _forward(*local, out=out, lse=lse, out_dtype=wide, **mask, **options)
+            else:
+                _add((out, lse), local, **mask, **options)
         else:
             for part, more in call.rectangles(source):
                 rows, columns = slice(*part.q), slice(*part.k)
-                _forward(q[:, rows], *(x[:, columns] for x in keys.tensors), out=state[0][:, rows],
-                         lse=state[1][..., rows], accumulate=True, **more, **options)  # fmt: skip
+                arrays = q[:, rows], *(x[:, columns] for x in keys.tensors)
+                _add((state[0][:, rows], state[1][..., rows]), arrays, **more, **options)
         if step < ranks - 1:
             work.wait()
     return state[0].to(q.dtype), state[1]
@@ -138,6 +142,17 @@ def ring_backward(
     shift.wait()
     dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in sums.tensors)
     return dq.to(q.dtype), dk, dv, None if sinks is None else _sinks_gradient(dout, dlse, out, lse, sinks)
+
+
+def _add(state: tuple[torch.Tensor, torch.Tensor], arrays: Sequence[torch.Tensor], **keywords: Any) -> None:
+    """Adds keys and values, of q, k and v, to the state of the queries, in place."""
+    v = arrays[2]
+    if v.shape[-1] <= MAX_HEAD_DIM_V[v.element_size()]:
+        _forward(*arrays, out=state[0], lse=state[1], accumulate=True, **keywords)
+        return
+    out, lse = _forward(*arrays, out_dtype=state[0].dtype, return_lse=True, **keywords)
+    for target, merged in zip(state, merge_states((state[0], out), (state[1], lse)), strict=True):
+        target.copy_(merged)
 
 
 def _state_dtype(q: torch.Tensor) -> torch.dtype:

@@ -225,7 +225,7 @@ def forward(
     States. With accumulate, out and lse become those over the keys of both, as `merge_states` computes them, without
     arrays in between. A query that sees no key here keeps its state. A state without keys has lse -inf, and its out is
     not read. Give sinks to one of the parts alone. The algorithm is "flash2", no keys are split, and on a GPU
-    head_dim_v is at most 256.
+    head_dim_v is at most 256, in float32 128.
 
     Precision. Scores are float32, so a weight is off by up to 1e-7 |score| of itself (0.01 at 10^5). On a GPU, scores
     past 10^8 may give NaN. |v| times seqlen_k must stay below 3.4e38; in bfloat16 on Hopper, |v| alone. On a GPU,

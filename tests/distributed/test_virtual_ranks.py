@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from rank_cases import Case
 from virtual_ranks import drawn, failures, run_ranks
 
-from cuflash.distributed import Layout
+from cuflash import forward
+from cuflash.distributed import Layout, ring
 
 COUNTS = {"cpu": 6, "cuda": 20}  # cases of each number of ranks, unless --drawn gives a number
 MASKS: tuple[dict[str, Any], ...] = (
@@ -56,6 +57,25 @@ def test_a_ring_repeats_its_bits(device: str) -> None:
     for seqlen in (200, [0, 70, 200]):
         for mask in MASKS:
             assert not failures(case_of("ring", device, Layout(seqlen, 4), 64, **mask), 0, device)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 128), (torch.bfloat16, 256)], ids=str)
+@pytest.mark.parametrize("wider", [0, 8])
+def test_a_ring_takes_any_head_dim_v(
+    dtype: torch.dtype, limit: int, wider: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulates = set()
+
+    def spied(*arrays: Any, **keywords: Any) -> Any:
+        accumulates.add(keywords.get("accumulate", False))
+        return forward(*arrays, **keywords)
+
+    monkeypatch.setattr(ring, "_forward", spied)
+    for seqlen, mods in ((50, frozenset({"sinks"})), ([0, 20, 50], frozenset[str]())):
+        for mask in MASKS:
+            case = Case(Layout(seqlen, 3), "ring", 1, (4, 2), (16, limit + wider), {**mask}, mods, dtype)
+            assert not failures(case, 0, "cpu")
+    assert (True in accumulates) == (not wider)
 
 
 def test_an_error_of_a_rank_ends_the_others() -> None:

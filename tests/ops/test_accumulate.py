@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plans import for_any_gpu
+from plans import ARCHS, for_any_gpu
 
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
@@ -267,6 +267,13 @@ def test_plans_of_sums() -> None:
         assert plan.out_bytes == 4 * 128 * (8 * 4096 if op == "forward" else 8 * 4096 + 2 * 2 * 8192)
     with pytest.raises(ProblemError, match="accumulate"):
         cuflash.plan(q, k, op="lse", dtype="bfloat16", device="sm_90", accumulate=True)
-    wide = (1, 4096, 8, 256)
-    with pytest.raises(UnsupportedError, match="merge_states"):
-        cuflash.plan(wide, wide, wide, dtype="float32", device="sm_90", accumulate=True)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 256), ("bfloat16", 256), ("float32", 128)])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_limits_of_head_dim_v(dtype: str, limit: int, arch: str, head_dim: int) -> None:
+    q, fits, wide = ((1, 4096, 8, dim) for dim in (head_dim, limit, limit + 8))
+    assert "accumulates" in cuflash.plan(q, q, fits, dtype=dtype, device=arch, accumulate=True).kernel
+    with pytest.raises(UnsupportedError, match=f"up to {limit} on .*merge_states"):
+        cuflash.plan(q, q, wide, dtype=dtype, device=arch, accumulate=True)
