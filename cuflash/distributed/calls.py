@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks.torch.mods import check_seed
 from ..problem.options import check_dropout, check_flag, check_window, is_zero
-from .choice import SCHEMES, choose, ring_lacks
+from .choice import SCHEMES, choose
 from .exchange import Link, check_agreement, needs_agreement
 from .gather import gather, gather_gradients
 from .layout import Layout
@@ -81,6 +81,7 @@ def _call(
             )
     if layout.is_packed and q.shape[0] != 1:
         raise ProblemError(f"q has batch {q.shape[0]}, but the layout packs documents; give batch 1")
+    _check_shapes(q, (layout.rows[rank], layout.seqlen), keywords["bias"], keywords["sinks"])
     left, right = check_window(keywords["window_size"])
     window = Window(left, 0 if causal else right)
     options = {name: keywords[name] for name in OPTIONS}
@@ -103,7 +104,11 @@ def _call(
     elif seed is not None:
         check_seed(seed, q)
     if len(links) > 1:
-        _check_two_axes(scheme, mods)
+        if scheme not in ("auto", "ring"):
+            raise UnsupportedError(
+                f"scheme={scheme!r} runs on one axis, but the mesh has two; give scheme='ring' or 'auto', or a mesh of "
+                "one"
+            )
         scheme = "ring of ulysses"
     elif scheme == "auto":
         has_bias_rows = "bias" in mods and mods["bias"].shape[-2] > 1
@@ -112,14 +117,21 @@ def _call(
     return scheme, Call(layout, links, window, options, mods, leaf_names)
 
 
-def _check_two_axes(scheme: str, mods: dict[str, Any]) -> None:
-    """Raises UnsupportedError for what a mesh of two axes does not run."""
-    if scheme not in ("auto", "ring"):
-        raise UnsupportedError(
-            f"scheme={scheme!r} runs on one axis, but the mesh has two; give scheme='ring' or 'auto', or a mesh of one"
-        )
-    if reason := ring_lacks(mods):
-        raise UnsupportedError(f"on a mesh of two axes the ring runs: {reason}; give a mesh of one, and scheme='auto'")
+def _check_shapes(
+    q: torch.Tensor, lengths: tuple[int, int], bias: torch.Tensor | None, sinks: torch.Tensor | None
+) -> None:
+    """Raises ProblemError for a bias or sinks of another shape. lengths: rows of this rank, and of the sequence."""
+    batch, _, heads, _ = q.shape
+    if bias is not None:
+        sizes = batch, heads, *lengths
+        pairs = zip(reversed(bias.shape), reversed(sizes), strict=False)
+        if bias.dim() > len(sizes) or any(size not in (1, whole) for size, whole in pairs):
+            raise ProblemError(
+                f"bias has shape {tuple(bias.shape)}; give one that broadcasts to {sizes}: (batch, heads_q, rows of "
+                "this rank, seqlen), where keys are those of the whole sequence"
+            )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ProblemError(f"sinks has shape {tuple(sinks.shape)}; give ({heads},): one for each head of all ranks")
 
 
 def links_of(groups: Sequence[Any], purpose: str) -> list[Link]:

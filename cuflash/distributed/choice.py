@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Literal, get_args
 
 from .layout import Layout
-from .rectangles import Window
+from .rectangles import Window, local_pairs, num_fetched, visible_pairs
 
 Scheme = Literal["auto", "ring", "ulysses", "gather"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
-
-
-def ring_lacks(mods: Collection[str]) -> str | None:
-    """Returns why "ring" cannot run a call with these mods, or None."""
-    names = [name for name in ("score_mod", "mask_mod", "bias") if name in mods]
-    return f"it has no {', '.join(names)}" if names else None
+INDEXED = frozenset(("score_mod", "mask_mod", "bias"))  # mods that depend on indices
+# Scores of one head that a GPU computes while its link carries a row of one head in 16 bits, of equal head dims: 4 dim
+# operations of 722 TFLOP/s beside 2 dim bytes of 300 GB/s (H200).
+SCORES_PER_ROW = 1200
 
 
 def ulysses_lacks(heads_q: int, ranks: int, has_bias_rows: bool = False) -> str | None:
@@ -39,13 +38,39 @@ def choose(
     heads_kv: int,
     mods: Collection[str] = (),
     has_bias_rows: bool = False,
+    has_gather: bool = True,
 ) -> Scheme:
-    """Returns the scheme for a call: one that can run it, and sends least where several can."""
-    is_ring = ring_lacks(mods) is None
-    is_ulysses = ulysses_lacks(heads_q, layout.ranks, has_bias_rows) is None
-    if window.left is not None or not (is_ring or is_ulysses):
+    """Returns the scheme for a call: one that can run it, and sends least or takes least time where several can.
+
+    has_bias_rows: as in `ulysses_lacks`. has_gather: False if "gather" cannot run the call.
+    """
+    is_ulysses, has_indices = not ulysses_lacks(heads_q, layout.ranks, has_bias_rows), not INDEXED.isdisjoint(mods)
+    # A ring computes each rectangle of a call with indices by itself.
+    if has_gather and (window.left is not None or (has_indices and not is_ulysses)):
         return "gather"
     # Heads that a rank sends of each of its rows in forward: of q, k, v and out, and of k and v to every other rank.
     by_ulysses = 2 * (heads_q + max(heads_kv, layout.ranks)) * (layout.ranks - 1) / layout.ranks
     by_ring = 2 * heads_kv * (layout.ranks - 1)
-    return "ulysses" if is_ulysses and (not is_ring or by_ulysses <= by_ring) else "ring"
+    scheme: Scheme = "ulysses" if is_ulysses and (has_indices or by_ulysses <= by_ring) else "ring"
+    if layout.is_packed and has_gather:
+        times = _times(layout, window, heads_q, heads_kv, by_ulysses)
+        return min((scheme, "gather"), key=times.__getitem__)
+    return scheme
+
+
+@lru_cache(64)
+def _times(layout: Layout, window: Window, heads_q: int, heads_kv: int, by_ulysses: float) -> dict[Scheme, float]:
+    """Returns the time of each scheme in forward, in scores of one head that a GPU computes meanwhile."""
+    ranks, rows = range(layout.ranks), max(layout.rows)
+    work = [heads_q * visible_pairs(layout, rank, window) for rank in ranks]
+    local = [heads_q * local_pairs(layout, rank, window) for rank in ranks]
+    row = 2 * heads_kv * SCORES_PER_ROW  # k and v of a row
+    sent = row * rows
+    return {
+        "gather": max(work[rank] + row * num_fetched(layout, rank, window) for rank in ranks),
+        "ulysses": sum(work) / layout.ranks + rows * by_ulysses * SCORES_PER_ROW,
+        # Keys travel beside each step's kernel but the last.
+        "ring": max(
+            max(local[rank], sent) + max(work[rank] - local[rank], (layout.ranks - 2) * sent) for rank in ranks
+        ),
+    }

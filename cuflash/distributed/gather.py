@@ -13,9 +13,8 @@ from .. import backward
 from ..frameworks.torch import attention
 from .exchange import exchange
 from .layout import Layout
-from .lengths import with_length
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
-from .scheme import LAYOUTS, Call, bounds_of
+from .scheme import LAYOUTS, Call, bounds_of, part_of_bias
 
 _backward: Any = backward  # overloads do not take keywords of a dict
 
@@ -56,8 +55,8 @@ def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, o
     """Returns dq, dk, dv, dbias and dsinks; the latter is this rank's part of a sum. Keys are fetched again."""
     fetch = _fetch(call.layout, call.rank, call.window, q.device)
     k, v = (_fetched(call, fetch, x) for x in (k, v))
-    grads = {name: torch.zeros_like(x) for name, x in call.leaves.items()}
     dq, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
+    grads = {name: torch.zeros_like(x, dtype=wide) for name, x in call.leaves.items()}
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     if _is_one_call(call, fetch, q.shape[0]):
         some_k, some_v = (x if fetch.copied is None else x.index_select(1, fetch.copied) for x in (k, v))
@@ -82,8 +81,9 @@ def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, o
             dk[:, keys] += results[1]
             dv[:, keys] += results[2]
             for (name, total), part in zip(grads.items(), sums, strict=True):
-                (total if name == "sinks" else _of_part(total, rows, columns)).add_(part)
+                (total if name == "sinks" else part_of_bias(total, rows, columns)).add_(part)
     dk, dv = (_returned(call, fetch, x).to(q.dtype) for x in (dk, dv))
+    grads = {name: total.to(call.leaves[name].dtype) for name, total in grads.items()}
     return dq, dk, dv, grads.get("bias"), grads.get("sinks")
 
 
@@ -92,23 +92,14 @@ def _parts(call: Call, fetch: Fetch, device: torch.device) -> Iterator[tuple[sli
     for piece, start in zip(fetch.pieces, fetch.starts, strict=True):
         rows, columns = slice(*piece.local), slice(*piece.keys)
         keys = slice(start, start + columns.stop - columns.start)
-        mods = with_length(call.mods, piece.seqlen, device)
-        if (bias := mods.get("bias")) is not None:
-            mods["bias"] = _of_part(bias, rows, columns)
+        mods = call.mods_of(rows, columns, piece.seqlen, device)
         mask = {"window_size": tuple(call.window), "diagonal_offset": piece.q_index - piece.k_index}
         yield rows, keys, columns, mask | mods | {"index_offsets": piece.index_offsets}
 
 
-def _of_part(bias: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
-    """Returns a view of the bias of some rows and keys."""
-    bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias
-    return bias[..., keys] if bias.shape[-1] > 1 else bias
-
-
 def _is_one_call(call: Call, fetch: Fetch, batch: int) -> bool:
     """True if all pieces are computed in one call."""
-    has_indices = call.drops or not call.mods.keys().isdisjoint(("score_mod", "mask_mod", "bias"))
-    return batch == 1 and fetch.is_packable and not has_indices
+    return batch == 1 and fetch.is_packable and not call.has_indices
 
 
 def _packed(

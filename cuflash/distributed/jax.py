@@ -154,7 +154,8 @@ def attention(
     elif dropout_seed is not None:
         check_seed(dropout_seed)
     if scheme == "auto":
-        scheme = "ulysses" if mods else choose(layout, call.window, q.shape[2], k.shape[2])
+        has_gather = call.window.is_open or call.window.right == 0
+        scheme = "ulysses" if mods else choose(layout, call.window, q.shape[2], k.shape[2], has_gather=has_gather)
     if mods and scheme != "ulysses":
         names = ", ".join(name for name in mods if name != "dropout_seed")
         raise UnsupportedError(f"scheme={scheme!r} has no {names} in JAX; give scheme='ulysses'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .layout import Layout
@@ -175,3 +176,45 @@ def needed_keys(layout: Layout, rank: int, window: Window) -> list[Range]:
         else:
             needed.append((begin, end))
     return needed
+
+
+def num_fetched(layout: Layout, rank: int, window: Window) -> int:
+    """Returns the number of needed rows that other ranks hold."""
+    spans = layout.spans[rank]
+    begins = [span.begin for span in spans]
+
+    def held(row: int) -> int:
+        """Returns the number of this rank's rows before a row of the sequence."""
+        if (number := bisect_right(begins, row) - 1) < 0:
+            return 0
+        span = spans[number]
+        return span.local + min(row, span.end) - span.begin
+
+    return sum(end - begin - held(end) + held(begin) for begin, end in needed_keys(layout, rank, window))
+
+
+def visible_pairs(layout: Layout, rank: int, window: Window) -> int:
+    """Returns the pairs of a row of a rank and a key that it sees."""
+    return sum(
+        _pairs(begin - document, end - document, layout.end_of(document) - document, window)
+        for span in layout.spans[rank]
+        for begin, end, document in layout.pieces(span.begin, span.end)
+    )
+
+
+def local_pairs(layout: Layout, rank: int, window: Window) -> int:
+    """Returns the visible pairs among a rank's rows, for windows that only order decides."""
+    return sum(_pairs(0, end - begin, end - begin, window) for begin, end in pairwise(layout.local_bounds(rank)))
+
+
+def _pairs(begin: int, end: int, seqlen: int, window: Window) -> int:
+    """Returns the pairs of queries `begin … end - 1` and visible keys of a document."""
+
+    def keys(stop: int, most: int | None) -> int:
+        """Returns the sum of min(x, most) over x < stop."""
+        bounded = stop if most is None else min(stop, most)
+        return bounded * (bounded - 1) // 2 + (stop - bounded) * bounded
+
+    left = keys(end, window.left) - keys(begin, window.left)
+    right = keys(seqlen - begin, window.right) - keys(seqlen - end, window.right)
+    return left + right + end - begin

@@ -1,13 +1,14 @@
 """Scheme "ring": keys travel from rank to rank, and each rank adds its rows' attention over them (arXiv 2310.01889).
 
 The rank's own keys need one call: order, and so a causal mask, is that of the local rows. Keys of other ranks need
-dense rectangles, and under a causal mask with "zigzag" at most one for each rank. States are float32. Gradients of
-keys follow their keys one step behind, and reach their rank after a full turn.
+dense rectangles, and under a causal mask with "zigzag" at most one for each rank. With functions, a bias or dropout,
+which depend on positions, each rectangle of consecutive rows and keys is a call. States are float32. Gradients of keys
+follow their keys one step behind, and reach their rank after a full turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,55 +17,75 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .. import backward, forward, merge_states
-from ..errors import UnsupportedError
-from .choice import ring_lacks
+from ..mods.tracing.trace import trace
 from .exchange import Parcel, start_shift
 from .layout import Layout
-from .scheme import LAYOUTS, Call, bounds_of
+from .rectangles import Rectangle
+from .scheme import LAYOUTS, Call, bounds_of, part_of_bias
 
 MAX_HEAD_DIM_V = {2: 256, 4: 128, 8: 128}  # of accumulate=True on all GPUs, by the bytes of an element
 
+Leaves = Sequence[tuple[str, torch.Tensor]]  # tensors beside q, k and v whose gradients are needed, by mod
 _forward: Any = forward  # overloads do not take keywords of a dict
 _backward: Any = backward
 
 
 def ring(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a rank's rows."""
-    if reason := ring_lacks(call.mods):
-        raise UnsupportedError(f"scheme='ring': {reason}; give scheme='gather' or 'auto'")
-    out, lse = _Ring.apply(call, q, k, v, call.mods.get("sinks"))
+    leaves = _leaves(call)
+    out, lse = _Ring.apply(call, [name for name, _ in leaves], q, k, v, *(x for _, x in leaves))
     return out, lse
 
 
 def ring_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
-    """Returns dq, dk, dv, None and dsinks."""
-    dq, dk, dv, dsinks = ring_backward(call, dout, dlse, q, k, v, out, lse, call.leaves.get("sinks"))
-    return dq, dk, dv, None, dsinks
+    """Returns dq, dk, dv, dbias and dsinks."""
+    dq, dk, dv, grads = ring_backward(call, dout, dlse, q, k, v, out, lse, [*call.leaves.items()])
+    of_names = dict(zip(call.leaves, grads, strict=True))
+    return dq, dk, dv, of_names.get("bias"), of_names.get("sinks")
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+        ctx: Any, call: Call, names: list[str], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.call, (out, lse) = call, ring_forward(call, q, k, v, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
+        ctx.call, (out, lse) = call, ring_forward(call, q, k, v)
+        ctx.leaves = [*zip(names, tensors, strict=True)]  # functions find their arrays by identity
+        # Mods are saved for their version alone: backward raises if they were changed in place.
+        ctx.save_for_backward(q, k, v, out, lse, *_tensors(call))
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *sinks = ctx.saved_tensors
+        q, k, v, out, lse, *_ = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        return None, *ring_backward(ctx.call, dout, dlse, q, k, v, out, lse, *sinks)
+        *grads, of_leaves = ring_backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.leaves)
+        return None, None, *grads, *of_leaves
 
 
-def ring_forward(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _leaves(call: Call) -> Leaves:
+    """Returns the tensors of mods that require gradients: bias, sinks, and those that score_mod refers to."""
+    leaves: list[tuple[str, Any]] = [(name, call.mods[name]) for name in ("bias", "sinks") if name in call.mods]
+    if (score_mod := call.mods.get("score_mod")) is not None:
+        arrays = [each.array for each in trace(score_mod, "score_mod").arrays]
+        leaves += [("score_mod", x) for x in {id(x): x for x in arrays}.values()]
+    return [(name, x) for name, x in leaves if torch.is_tensor(x) and x.requires_grad]
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    """Returns all tensors of mods."""
+    arrays = [call.mods[name] for name in ("bias", "sinks") if name in call.mods]
+    for kind in ("score_mod", "mask_mod"):
+        if kind in call.mods:
+            arrays += [each.array for each in trace(call.mods[kind], kind).arrays]
+    return [x for x in arrays if torch.is_tensor(x)]
+
+
+def ring_forward(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a rank's rows over the keys of all ranks, outside of autograd."""
-    ranks, options = call.layout.ranks, dict(call.options)
+    ranks, options, sinks = call.layout.ranks, dict(call.options), call.mods.get("sinks")
     options.pop("deterministic", None)
     wide = _state_dtype(q)
     # A sink is the lse of a state whose out is 0. Without sinks, a first step over all rows writes the state.
@@ -84,7 +105,7 @@ def ring_forward(
             else:
                 _add((out, lse), local, **mask, **options)
         else:
-            for part, more in call.rectangles(source):
+            for part, _, more in _parts(call, source, q.device):
                 rows, columns = slice(*part.q), slice(*part.k)
                 arrays = q[:, rows], *(x[:, columns] for x in keys.tensors)
                 _add((state[0][:, rows], state[1][..., rows]), arrays, **more, **options)
@@ -102,13 +123,14 @@ def ring_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Returns dq, dk, dv and dsinks; the latter are this rank's part of a sum over all ranks."""
+    leaves: Leaves = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Returns dq, dk, dv and the gradients of leaves, which are this rank's part of a sum over all ranks."""
     ranks, wide = call.layout.ranks, _state_dtype(q)
     options = call.backward_options | {"accumulate": True, "sm_margin": call.sm_margin if ranks > 1 else 0}
     arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
     dq = torch.zeros_like(q, dtype=wide)
+    grads = [torch.zeros_like(x, dtype=wide) for _, x in leaves]
     returning: Any = None
     delta = None
     for step in range(ranks):
@@ -125,23 +147,48 @@ def ring_backward(
                                   **mask, **options)  # fmt: skip
             delta = delta.view(lse.shape)
         else:
-            for part, more in call.rectangles(source):
+            for part, key_rows, more in _parts(call, source, q.device):
                 rows, columns = slice(*part.q), slice(*part.k)
-                some = {"delta": delta, "dlse": dlse if delta is None else None}
+                some: dict[str, Any] = {"delta": delta, "dlse": dlse if delta is None else None}
                 some = {name: x[..., rows] for name, x in some.items() if x is not None}
+                captured = [
+                    (x, total) if name == "score_mod" else (more[name], part_of_bias(total, rows, key_rows))
+                    for (name, x), total in zip(leaves, grads, strict=True)
+                    if name != "sinks"
+                ]
+                some |= {"captured_grads": [x for x, _ in captured]} if captured else {}
                 targets = dq[:, rows], *(x[:, columns] for x in new.tensors)
-                _backward(dout[:, rows], q[:, rows], *(x[:, columns] for x in keys.tensors), out[:, rows],
-                          lse[..., rows], grads_out=targets, **some, **more, **options)  # fmt: skip
+                *_, sums = _backward(dout[:, rows], q[:, rows], *(x[:, columns] for x in keys.tensors), out[:, rows],
+                                     lse[..., rows], grads_out=targets, **some, **more, **options)  # fmt: skip
+                for (_, total), grad in zip(captured, sums if captured else (), strict=True):
+                    total += grad
         if returning is not None:
             returning[1].wait()
             new.buffer.add_(returning[0].buffer)
         returning = start_shift(new, call.link)
         if step < ranks - 1:
             work.wait()
-    sums, shift = returning
+    home, shift = returning
     shift.wait()
-    dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in sums.tensors)
-    return dq.to(q.dtype), dk, dv, None if sinks is None else _sinks_gradient(dout, dlse, out, lse, sinks)
+    dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in home.tensors)
+    of_leaves = [
+        _sinks_gradient(dout, dlse, out, lse, x) if name == "sinks" else total.to(x.dtype)
+        for (name, x), total in zip(leaves, grads, strict=True)
+    ]
+    return dq.to(q.dtype), dk, dv, of_leaves
+
+
+def _parts(call: Call, source: int, device: torch.device) -> Iterator[tuple[Rectangle, slice, dict[str, Any]]]:
+    """Yields the rectangles of this rank's rows and another rank's keys; their keys' rows of the whole sequence where
+    weights depend on them; and keywords of mask and mods, without sinks."""
+    for part, mask in call.rectangles(source):
+        if not call.has_indices:
+            yield part, slice(0), mask
+            continue
+        begin, end = call.layout.cu_seqlens[part.document : part.document + 2]
+        key_rows = slice(begin + part.k_index, begin + part.k_index + part.k[1] - part.k[0])
+        mods = call.mods_of(slice(*part.q), key_rows, end - begin, device)
+        yield part, key_rows, mask | {name: x for name, x in mods.items() if name != "sinks"}
 
 
 def _add(state: tuple[torch.Tensor, torch.Tensor], arrays: Sequence[torch.Tensor], **keywords: Any) -> None:
@@ -187,7 +234,7 @@ def _local(call: Call, arrays: Sequence[torch.Tensor]) -> tuple[list[torch.Tenso
 
 def _keeps_order(call: Call) -> bool:
     """True if only the order of positions matters, which a rank's rows keep, and neither distances nor indices."""
-    return call.window.left is None and call.window.right in (None, 0) and not call.drops
+    return call.window.left is None and call.window.right in (None, 0) and not call.has_indices
 
 
 def _first_lse(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .choice import INDEXED
 from .exchange import Link
 from .layout import Layout
+from .lengths import with_length
 from .rectangles import Rectangle, Window, rectangles
 
 LAYOUTS = 8  # layouts and windows whose indices stay on the device: layers share them, and steps bring new ones
@@ -55,13 +57,20 @@ class Call:
         return bias is not None and bias.shape[-2] > 1
 
     @property
-    def drops(self) -> bool:
-        """True with dropout, whose weights depend on indices in the whole problem."""
-        return "dropout_p" in self.options
+    def has_indices(self) -> bool:
+        """True with dropout, a function or a bias: weights depend on indices in the whole problem."""
+        return "dropout_p" in self.options or not INDEXED.isdisjoint(self.mods)
 
     def rectangles(self, source: int) -> Parts:
         """Returns the rectangles of this rank's rows and another rank's keys, each with keywords of its own."""
-        return _rectangles(self.layout, self.rank, source, self.window, self.head if self.drops else None)
+        return _rectangles(self.layout, self.rank, source, self.window, self.head if self.has_indices else None)
+
+    def mods_of(self, rows: slice, keys: slice, seqlen: int, device: torch.device) -> dict[str, Any]:
+        """Returns the mods of some local rows over some keys of the sequence, all of one document of this length."""
+        mods = with_length(self.mods, seqlen, device)
+        if (bias := mods.get("bias")) is not None:
+            mods["bias"] = part_of_bias(bias, rows, keys)
+        return mods
 
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
@@ -76,10 +85,16 @@ class Call:
 
 @lru_cache(1024)
 def _rectangles(layout: Layout, rank: int, source: int, window: Window, head: int | None) -> Parts:
-    """Returns `Call.rectangles`. head: the first query head of a call that drops."""
+    """Returns `Call.rectangles`. head: the first query head of a call whose weights depend on indices."""
     parts = rectangles(layout, rank, source, window, merge=head is None)
     offsets = [{} if head is None else {"index_offsets": part.index_offsets(head)} for part in parts]
     return [(part, part.mask(window) | more) for part, more in zip(parts, offsets, strict=True)]
+
+
+def part_of_bias(bias: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
+    """Returns a view of the bias of some rows and keys."""
+    bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias
+    return bias[..., keys] if bias.shape[-1] > 1 else bias
 
 
 def rank_of(links: Sequence[Link]) -> int:

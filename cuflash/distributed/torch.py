@@ -127,12 +127,13 @@ def attention(
         As in `cuflash.forward`.
     score_mod : function (score, b, h, q_idx, k_idx), optional
         Returns the score that replaces a scaled one. Indices are those of the whole problem: heads of all ranks, and
-        positions within the document. Not for "ring".
+        positions within the document.
     mask_mod : function (b, h, q_idx, k_idx), optional
-        Returns True for visible keys, by the same indices. Not for "ring".
+        Returns True for visible keys, by the same indices.
     bias : Tensor, optional
         Floats or bools as in `cuflash.frameworks.torch.attention`, broadcastable to (batch, heads_q, rows of this
-        rank, seqlen): keys are those of the whole sequence, in its order. Not for "ring", nor with rows for "ulysses".
+        rank, seqlen): keys are those of the whole sequence, in its order. "ulysses" and meshes of two axes take none
+        with rows of its own.
     sinks : Tensor (heads_q,), optional
         One more logit of each head, equal on all ranks.
     dropout_p : float in [0, 1), default 0.0
@@ -194,8 +195,11 @@ def attention(
         return results
     if is_dtensor(q):
         return _of_dtensors(q, k, v, keywords)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias), ("sinks", sinks)):
+        if tensor is not None or name in "qkv":
+            check_tensor(name, tensor)
+    if bias is not None:
+        keywords["bias"] = torch.atleast_2d(bias)
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
     groups = groups_of(group)

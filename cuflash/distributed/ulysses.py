@@ -102,10 +102,8 @@ def ulysses_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, 
         return *([x[None] for x in grads] if call.layout.is_packed else grads), sums
 
     dq, dk, dv, sums = heads.differentiate(differentiate, dlse, dout, q, k, v, out, lse)
-    grads = {name: torch.zeros_like(x) for name, x in leaves.items()}
-    for name, part in zip(leaves, sums, strict=True):
-        _of_heads(name, grads[name], mine).copy_(part)
-    return dq, dk, dv, grads.get("bias"), grads.get("sinks")
+    parts = dict(zip(leaves, sums, strict=True))
+    return dq, dk, dv, *(_among_all(call, name, parts.get(name), mine) for name in ("bias", "sinks"))
 
 
 def ring_of_ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
@@ -115,14 +113,17 @@ def ring_of_ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 def ring_of_ulysses_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
-    """Returns dq, dk, dv, None and dsinks."""
+    """Returns dq, dk, dv, dbias and dsinks; the latter two are this rank's part of a sum."""
     heads, mine = _heads_of(call, q, 1)
-    differentiate: Any = lambda *arrays: by_ring.ring_gradients(_outer(call, mine), *arrays)  # noqa: E731
-    dq, dk, dv, _, part = heads.differentiate(differentiate, dlse, dout, q, k, v, out, lse)
-    if part is not None:
-        sinks, part = part, torch.zeros_like(call.mods["sinks"])
-        part[mine] = sinks
-    return dq, dk, dv, None, part
+    outer = _outer(call, mine)
+    differentiate: Any = lambda *arrays: by_ring.ring_gradients(outer, *arrays)  # noqa: E731
+    dq, dk, dv, *parts = heads.differentiate(differentiate, dlse, dout, q, k, v, out, lse)
+    return (
+        dq,
+        dk,
+        dv,
+        *(_among_all(call, name, part, mine) for name, part in zip(("bias", "sinks"), parts, strict=True)),
+    )
 
 
 def _outer(call: Call, mine: slice) -> Call:
@@ -157,6 +158,15 @@ def _of_heads(name: str, x: Any, mine: slice) -> Any:
     if name == "sinks":
         return x[mine]
     return x[..., mine, :, :] if name == "bias" and x.dim() > 2 and x.shape[-3] > 1 else x
+
+
+def _among_all(call: Call, name: str, part: torch.Tensor | None, mine: slice) -> torch.Tensor | None:
+    """Returns the gradient of a mod of all heads, from that of these heads; None for None."""
+    if part is None:
+        return None
+    total = torch.zeros_like(call.mods[name])
+    _of_heads(name, total, mine).copy_(part)
+    return total
 
 
 def _as_rows(lse: torch.Tensor) -> torch.Tensor:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from ..errors import ProblemError
 from ..problem.options import WindowSize, check_flag, check_integer, check_window
 from ..units import memory, work
 from .choice import SCHEMES, Scheme, choose, kv_copies, ulysses_lacks
 from .layout import Layout
-from .rectangles import Window, needed_keys, pieces_of, rectangles
+from .rectangles import Window, num_fetched, pieces_of, rectangles, visible_pairs
 
 
 class RankPlan(NamedTuple):
@@ -124,7 +122,7 @@ def plan(
         scheme = choose(layout, window, heads_q, heads_kv)
     if scheme == "ulysses" and (reason := ulysses_lacks(heads_q, ranks)):
         raise ProblemError(f"scheme='ulysses': {reason}; give scheme='gather', 'ring' or 'auto'")
-    pairs = [_visible_pairs(layout, rank, window) for rank in range(ranks)]
+    pairs = [visible_pairs(layout, rank, window) for rank in range(ranks)]
     plans = []
     for rank, rows in enumerate(layout.rows):
         flops, calls = 2 * pairs[rank] * heads_q * (head_dim + head_dim_v), 1
@@ -134,8 +132,7 @@ def plan(
         elif scheme == "ring":
             elements, calls = _of_ring(layout, rank, window, heads_kv * (head_dim + head_dim_v))
         else:
-            needed = {row for keys in needed_keys(layout, rank, window) for row in range(*keys)}
-            elements = len(needed.difference(layout.indices(rank).tolist())) * heads_kv * (head_dim + head_dim_v)
+            elements = num_fetched(layout, rank, window) * heads_kv * (head_dim + head_dim_v)
             calls = len(pieces_of(layout, rank, window))
         plans.append(RankPlan(rows, calls, flops, elements * itemsize))
     return Plan(scheme, layout, tuple(plans))
@@ -163,7 +160,7 @@ def _on_two_axes(
     outer, plans = layout.joined(inner), []
     heads_kv = heads[1] * kv_copies(*heads, inner) // inner
     for number, rows in enumerate(outer.rows):
-        flops = 2 * _visible_pairs(outer, number, window) * (heads[0] // inner) * sum(dims)
+        flops = 2 * visible_pairs(outer, number, window) * (heads[0] // inner) * sum(dims)
         of_ring, calls = _of_ring(outer, number, window, heads_kv * sum(dims))
         for each in layout.rows[number * inner : (number + 1) * inner]:
             elements = of_ring + _exchanged(rows, each, inner, heads, dims)
@@ -182,12 +179,3 @@ def _of_ring(layout: Layout, rank: int, window: Window, of_a_row: int) -> tuple[
     """Returns the elements of keys that a rank receives in a ring, and its calls."""
     others = [len(rectangles(layout, rank, other, window)) for other in range(layout.ranks) if other != rank]
     return len(others) * max(layout.rows) * of_a_row, 1 + sum(others)
-
-
-def _visible_pairs(layout: Layout, rank: int, window: Window) -> int:
-    """Returns the pairs of a row of a rank and a key that it sees."""
-    bounds, rows, positions = np.array(layout.cu_seqlens), layout.indices(rank), layout.positions(rank)
-    later = bounds[np.searchsorted(bounds, rows, "right")] - 1 - rows
-    before = positions if window.left is None else np.minimum(positions, window.left)
-    after = later if window.right is None else np.minimum(later, window.right)
-    return int((before + after + 1).sum())

@@ -161,8 +161,8 @@ def _run(
     call = Call(_layout(q.shape[1], link.ranks, kind), [link], window, options, {})
     if grad_out is not None and out is not None and logsumexp is not None:
         dout, o, lse = grad_out.transpose(1, 2), out.transpose(1, 2), logsumexp.view(logsumexp.shape[:3])
-        gradients = [x if x is None else x.transpose(1, 2) for x in ring_backward(call, dout, None, q, k, v, o, lse)]
-        return *gradients[:3], *(None for _ in op._schema.returns[3:])
+        dq, dk, dv, _ = ring_backward(call, dout, None, q, k, v, o, lse)
+        return *(x.transpose(1, 2) for x in (dq, dk, dv)), *(None for _ in op._schema.returns[3:])
     o, lse = ring_forward(call, q, k, v)
     is_cudnn = "cudnn" in op._schema.name
     rest = [_unused(result.name, query) for result in op._schema.returns[2:]]

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from cuflash.distributed import Layout
 from cuflash.distributed.layout import KINDS
-from cuflash.distributed.rectangles import Window, needed_keys, pieces_of, rectangles
+from cuflash.distributed.rectangles import (
+    Window,
+    local_pairs,
+    needed_keys,
+    num_fetched,
+    pieces_of,
+    rectangles,
+    visible_pairs,
+)
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 SIDES = st.one_of(st.none(), st.integers(0, 50))
@@ -96,6 +104,18 @@ def test_needed_keys_hold_every_visible_key(layout: Layout, window: Window) -> N
             assert not mask[rows].any(0)[: piece.keys[0]].any()
             assert not mask[rows].any(0)[piece.keys[1] :].any()
             assert piece.k_index % 128 == 0
+
+
+@given(layouts(), st.builds(Window, SIDES, SIDES))
+def test_pairs_and_fetched_rows_are_counted(layout: Layout, window: Window) -> None:
+    mask = visible(layout, window)
+    for rank in range(layout.ranks):
+        rows = layout.indices(rank)
+        assert visible_pairs(layout, rank, window) == mask[rows].sum()
+        fetched = {row for keys in needed_keys(layout, rank, window) for row in range(*keys)} - set(rows.tolist())
+        assert num_fetched(layout, rank, window) == len(fetched)
+        if window.left is None and window.right in (None, 0):
+            assert local_pairs(layout, rank, window) == mask[np.ix_(rows, rows)].sum()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16, 64])

@@ -12,7 +12,8 @@ from rank_cases import Case
 from virtual_ranks import drawn, failures, run_ranks
 
 from cuflash import forward
-from cuflash.distributed import Layout, ring
+from cuflash.distributed import Layout, attention, ring
+from cuflash.frameworks.torch import attention as whole_attention
 
 COUNTS = {"cpu": 6, "cuda": 20}  # cases of each number of ranks, unless --drawn gives a number
 MASKS: tuple[dict[str, Any], ...] = (
@@ -76,6 +77,38 @@ def test_a_ring_takes_any_head_dim_v(
             case = Case(Layout(seqlen, 3), "ring", 1, (4, 2), (16, limit + wider), {**mask}, mods, dtype)
             assert not failures(case, 0, "cpu")
     assert (True in accumulates) == (not wider)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
+def test_a_bias_of_any_shape_and_dtype(scheme: str) -> None:
+    layout, (q, k, v) = Layout(20, 2), torch.randn(3, 2, 20, 4, 8)
+    biases = [torch.randn(shape) for shape in ((), (20,), (1, 20), (4, 1, 20), (2, 4, 1, 1))]
+    biases += [] if scheme == "ulysses" else [torch.randn(20, 1), torch.randn(2, 1, 20, 20)]
+    for bias in (*biases, *(x > -1 for x in biases), biases[1].bfloat16()):
+        has_rows = bias.dim() > 1 and bias.shape[-2] > 1
+        parts = [layout.shard(bias, bias.dim() - 2, rank) if has_rows else bias for rank in range(2)]
+        outs = run_ranks(2, lambda rank, parts=parts: attention(  # type: ignore[misc]
+            *(layout.shard(x, 1, rank) for x in (q, k, v)), layout=layout, scheme=scheme, causal=True, bias=parts[rank]
+        ))  # fmt: skip
+        expected = whole_attention(q, k, v, causal=True, bias=bias)
+        assert torch.allclose(layout.join(outs), expected, atol=1e-5), (bias.shape, bias.dtype)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
+def test_a_table_that_changes_before_backward_is_found(scheme: str) -> None:
+    layout = Layout(20, 2)
+
+    def changed(rank: int) -> str:
+        x, table = torch.randn(1, 10, 4, 8, requires_grad=True), torch.ones(4)
+        out = attention(x, x, x, layout=layout, scheme=scheme, score_mod=lambda s, b, h, i, j: s * table[h])
+        table.mul_(2)
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    assert all("modified by an inplace operation" in text for text in run_ranks(2, changed))
 
 
 def test_an_error_of_a_rank_ends_the_others() -> None:

@@ -40,7 +40,7 @@ def failures(seed: int, ranks: int) -> list[str]:
     bounds: Any = [0, *sorted(rng.randrange(rows + 1) for _ in range(rng.randrange(5))), rows] if is_packed else rows
     layout = Layout(bounds, ranks, rng.choice(("zigzag", "contiguous")))
     windows = [{}, {"causal": True}, {"causal": True}, {"window_size": (rng.randrange(40), 0)}]
-    if scheme in ("ring", "ulysses"):
+    if scheme != "gather":
         windows.append({"window_size": (rng.choice((-1, 5, 60)), rng.choice((0, 3, 70)))})
     options: dict[str, Any] = rng.choice(windows)
     options |= {"softcap": 5.0} if rng.random() < 0.3 else {}

@@ -15,6 +15,7 @@ from cuflash.distributed.torch import groups_of
 from cuflash.frameworks.torch import attention as whole_attention
 from cuflash.mods import position_of, seqlen_k, seqlen_q
 
+REPLICATED = "sinks", "slopes", "row_bias"  # inputs that are equal on all ranks
 MOST_ERROR = 1e-4  # of the largest element, for float32; sums have other orders
 
 
@@ -55,10 +56,9 @@ class Case(NamedTuple):
         options |= {"softcap": 5.0} if rng.random() < 0.3 else {}
         options |= {"softmax_scale": 0.3} if rng.random() < 0.3 else {}
         mods = {"sinks"} if rng.random() < 0.4 else set()
-        if scheme in ("ulysses", "gather", "auto") and inner == 1:
-            mods |= {name for name in ("score_mod", "mask_mod") if rng.random() < 0.3}
-        if scheme in ("gather", "auto") and inner == 1 and len(layout.cu_seqlens) == 2:
-            mods |= {"bias"} if rng.random() < 0.3 else set()
+        mods |= {name for name in ("score_mod", "mask_mod") if rng.random() < 0.3}
+        if len(layout.cu_seqlens) == 2 and rng.random() < 0.3:
+            mods.add("row_bias" if scheme == "ulysses" or inner > 1 else rng.choice(("bias", "row_bias")))
         dims = rng.choice(((64, 64), (128, 128)) if on_gpu else ((16, 16), (8, 24)))
         batch = 1 if is_packed else rng.choice((1, 2))
         options |= {"dropout_p": 0.3, "dropout_seed": seed} if not on_gpu and rng.random() < 0.4 else {}
@@ -81,6 +81,7 @@ class Case(NamedTuple):
             "v": drawn(self.batch, rows, heads_kv, dim_v).to(self.dtype),
             "sinks": drawn(heads_q), "slopes": drawn(heads_q) * 0.01,
             "bias": drawn(1, heads_q, rows, rows) if "bias" in self.mods else torch.empty(0),
+            "row_bias": drawn(1, heads_q, 1, rows),
         }  # fmt: skip
         used = {"q", "k", "v"} | self.mods | ({"slopes"} if "score_mod" in self.mods else set())
         leaves = {name: x.requires_grad_() for name, x in leaves.items() if name in used}
@@ -90,7 +91,8 @@ class Case(NamedTuple):
     def mod_kwargs(self, leaves: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Returns the keywords of mods; indices of functions are those of the whole problem."""
         slopes = leaves.get("slopes")
-        mod_kwargs: dict[str, Any] = {name: leaves[name] for name in ("sinks", "bias") if name in leaves}
+        names = {"sinks": "sinks", "bias": "bias", "row_bias": "bias"}
+        mod_kwargs: dict[str, Any] = {keyword: leaves[name] for name, keyword in names.items() if name in leaves}
         if slopes is not None:
             mod_kwargs["score_mod"] = lambda score, b, h, i, j: (
                 score + slopes[h] * (position_of(i) - j) + 0.01 * h * (b + i)
@@ -148,7 +150,7 @@ def as_op(*tensors: torch.Tensor, group: Any = None, **options: Any) -> Any:
 def results_of(
     case: Case, whole: Whole, rank: int, group: Any = None, call: Any = attention
 ) -> dict[str, torch.Tensor]:
-    """Returns the results of this rank, by the names of `Whole`; gradients of sinks and slopes are added up."""
+    """Returns the results of this rank, by the names of `Whole`; gradients of REPLICATED are added up."""
     layout = case.layout
     mine = {name: shard(layout, rank, name, x.detach()).clone() for name, x in whole.leaves.items()}
     mine = {name: x.requires_grad_() for name, x in mine.items()}
@@ -156,7 +158,7 @@ def results_of(
                     **case.options, **case.mod_kwargs(mine))  # fmt: skip
     loss = loss_of(out, lse, shard(layout, rank, "out", whole.dout), shard(layout, rank, "lse", whole.dlse))
     grads = dict(zip(mine, torch.autograd.grad(loss, [*mine.values()]), strict=True))
-    for name in ("sinks", "slopes"):
+    for name in REPLICATED:
         if name in grads:
             dist.all_reduce(grads[name])
     return {"out": out, "lse": lse, **{"d" + name: grad for name, grad in grads.items()}}

@@ -106,7 +106,8 @@ class Exact(NamedTuple):
         loss = loss_of(out, lse, whole.dout.double(), whole.dlse.double())
         *grads, ds, of_sinks = torch.autograd.grad(loss, [*leaves.values(), scores, by_row])
         names = ["d" + name for name in leaves]
-        sums = {"dsinks": of_sinks.square().sum((0, 2)), "dslopes": (ds * (i - j)).square().sum((0, 2, 3))}
+        sums = {"dsinks": of_sinks.square().sum((0, 2)), "dslopes": (ds * (i - j)).square().sum((0, 2, 3)),
+                "drow_bias": ds.square().sum((0, 2))}  # fmt: skip
         units = {name: float(x.sqrt().max()) for name, x in sums.items()}
         return cls({"out": out, "lse": lse, **dict(zip(names, grads, strict=True))}, units)
 

@@ -151,4 +151,4 @@ def show(content: dict[str, Any]) -> None:
         out.print(shown)
     out.print(content["missing"])
     if any("x" in row["scheme"] for row in rows):
-        out.print('"ulysses x ring" (Ulysses within a host, the ring between hosts) is not in the library.')
+        out.print('"ulysses x ring" is the ring between hosts and Ulysses within: a mesh of (hosts, GPUs of a host).')
