@@ -20,6 +20,7 @@ from .layout import Layout
 from .rectangles import Window
 from .ring import ring, ring_gradients
 from .scheme import Call, rank_of
+from .shapes import check_shapes
 from .ulysses import ring_of_ulysses, ring_of_ulysses_gradients, ulysses, ulysses_gradients
 
 MODS = ("score_mod", "mask_mod", "bias", "sinks")
@@ -81,7 +82,7 @@ def _call(
             )
     if layout.is_packed and q.shape[0] != 1:
         raise ProblemError(f"q has batch {q.shape[0]}, but the layout packs documents; give batch 1")
-    _check_shapes(q, (layout.rows[rank], layout.seqlen), keywords["bias"], keywords["sinks"])
+    check_shapes(q, layout.seqlen, keywords["bias"], keywords["sinks"])
     left, right = check_window(keywords["window_size"])
     window = Window(left, 0 if causal else right)
     options = {name: keywords[name] for name in OPTIONS}
@@ -115,23 +116,6 @@ def _call(
         scheme = choose(layout, window, q.shape[2], k.shape[2], mods, has_bias_rows)
     links = [link._replace(purpose=f"scheme={scheme!r}") for link in links]
     return scheme, Call(layout, links, window, options, mods, leaf_names)
-
-
-def _check_shapes(
-    q: torch.Tensor, lengths: tuple[int, int], bias: torch.Tensor | None, sinks: torch.Tensor | None
-) -> None:
-    """Raises ProblemError for a bias or sinks of another shape. lengths: rows of this rank, and of the sequence."""
-    batch, _, heads, _ = q.shape
-    if bias is not None:
-        sizes = batch, heads, *lengths
-        pairs = zip(reversed(bias.shape), reversed(sizes), strict=False)
-        if bias.dim() > len(sizes) or any(size not in (1, whole) for size, whole in pairs):
-            raise ProblemError(
-                f"bias has shape {tuple(bias.shape)}; give one that broadcasts to {sizes}: (batch, heads_q, rows of "
-                "this rank, seqlen), where keys are those of the whole sequence"
-            )
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise ProblemError(f"sinks has shape {tuple(sinks.shape)}; give ({heads},): one for each head of all ranks")
 
 
 def links_of(groups: Sequence[Any], purpose: str) -> list[Link]:

@@ -11,7 +11,7 @@ from .rectangles import Window, local_pairs, num_fetched, visible_pairs
 
 Scheme = Literal["auto", "ring", "ulysses", "gather"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
-INDEXED = frozenset(("score_mod", "mask_mod", "bias"))  # mods that depend on indices
+INDEXED = frozenset(("score_mod", "mask_mod", "bias", "dropout_p"))  # arguments that depend on indices
 # Scores of one head that a GPU computes while its link carries a row of one head in 16 bits, of equal head dims: 4 dim
 # operations of 722 TFLOP/s beside 2 dim bytes of 300 GB/s (H200).
 SCORES_PER_ROW = 1200
@@ -38,21 +38,20 @@ def choose(
     heads_kv: int,
     mods: Collection[str] = (),
     has_bias_rows: bool = False,
-    has_gather: bool = True,
 ) -> Scheme:
     """Returns the scheme for a call: one that can run it, and sends least or takes least time where several can.
 
-    has_bias_rows: as in `ulysses_lacks`. has_gather: False if "gather" cannot run the call.
+    has_bias_rows: as in `ulysses_lacks`.
     """
     is_ulysses, has_indices = not ulysses_lacks(heads_q, layout.ranks, has_bias_rows), not INDEXED.isdisjoint(mods)
     # A ring computes each rectangle of a call with indices by itself.
-    if has_gather and (window.left is not None or (has_indices and not is_ulysses)):
+    if window.left is not None or (has_indices and not is_ulysses):
         return "gather"
     # Heads that a rank sends of each of its rows in forward: of q, k, v and out, and of k and v to every other rank.
     by_ulysses = 2 * (heads_q + max(heads_kv, layout.ranks)) * (layout.ranks - 1) / layout.ranks
     by_ring = 2 * heads_kv * (layout.ranks - 1)
     scheme: Scheme = "ulysses" if is_ulysses and (has_indices or by_ulysses <= by_ring) else "ring"
-    if layout.is_packed and has_gather:
+    if layout.is_packed:
         times = _times(layout, window, heads_q, heads_kv, by_ulysses)
         return min((scheme, "gather"), key=times.__getitem__)
     return scheme

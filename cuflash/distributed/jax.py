@@ -6,6 +6,7 @@ All devices run one program: what differs between ranks is read from tables by t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,11 +20,13 @@ from ..errors import ProblemError, UnsupportedError
 from ..frameworks import jax as on_device
 from ..frameworks.jax.call import static_of
 from ..frameworks.jax.mods import check_seed
-from ..frameworks.jax.primitives import backward
+from ..frameworks.jax.primitives import backward, checked_array
 from ..problem.options import Options, WindowSize, check_dropout, check_flag, check_window, is_zero
 from .choice import SCHEMES, Scheme, choose, kv_copies, ulysses_lacks
 from .layout import Layout
-from .rectangles import Range, Rectangle, Window, needed_keys, pieces_of, rectangles
+from .lengths import with_length
+from .rectangles import Piece, Range, Rectangle, Window, needed_keys, pieces_of, rectangles
+from .shapes import check_shapes
 
 _attention: Any = on_device.attention  # overloads do not take keywords of a dict
 
@@ -58,6 +61,7 @@ def attention(
     sinks: Any = None,
     score_mod: Any = None,
     mask_mod: Any = None,
+    bias: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     return_lse: bool = False,
@@ -83,18 +87,20 @@ def attention(
     causal : bool, default False
         Hides later keys of the same document.
     window_size : (left, right), default (-1, -1)
-        Numbers of visible keys on both sides of a query's position; -1 or None for an open side. "gather" has only
-        windows with right 0.
+        Numbers of visible keys on both sides of a query's position; -1 or None for an open side.
     softcap : float, default 0.0
         A cap c > 0 turns each score into c tanh(score / c).
     sinks : array (heads_q,), optional
         One more logit of each head, equal on all ranks.
     score_mod : function (score, b, h, q_idx, k_idx), optional
-        Returns the score that replaces a scaled one, by the indices of the whole problem. Only for "ulysses".
+        Returns the score that replaces a scaled one, by the indices of the whole problem. Not for "ring".
     mask_mod : function (b, h, q_idx, k_idx), optional
-        Returns True for visible keys, by the same indices. Only for "ulysses".
+        Returns True for visible keys, by the same indices. Not for "ring".
+    bias : array, optional
+        Floats or bools as in `cuflash.frameworks.jax.attention`, broadcastable to (batch, heads_q, rows of this rank,
+        seqlen): keys are those of the whole sequence, in its order. Not for "ring", nor with rows for "ulysses".
     dropout_p : float in [0, 1), default 0.0
-        Fraction of weights to drop: those that one call on the whole sequence drops; static. Only for "ulysses".
+        Fraction of weights to drop: those that one call on the whole sequence drops; static. Not for "ring".
     dropout_seed : int, key of jax.random, or array of one integer or two uint32
         Seed, equal on all devices. Needed with dropout.
     return_lse : bool, default False
@@ -148,17 +154,23 @@ def attention(
         raise ProblemError(f"q has batch {q.shape[0]}, but the layout packs documents; give batch 1")
     left, right = check_window(window_size)
     call = Call(layout, axis_name, Window(left, 0 if causal else right), softmax_scale, softcap)
-    mods = {name: x for name, x in (("score_mod", score_mod), ("mask_mod", mask_mod)) if x is not None}
+    named = {"score_mod": score_mod, "mask_mod": mask_mod, "bias": bias}
+    mods = {name: x for name, x in named.items() if x is not None}
+    if bias is not None:
+        mods["bias"] = bias = jnp.atleast_2d(checked_array("bias", bias))
+    check_shapes(q, layout.seqlen, bias, sinks)
     if not is_zero(dropout_p) and check_dropout(dropout_p):
         mods |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
     elif dropout_seed is not None:
         check_seed(dropout_seed)
+    has_bias_rows = bias is not None and bias.shape[-2] > 1
     if scheme == "auto":
-        has_gather = call.window.is_open or call.window.right == 0
-        scheme = "ulysses" if mods else choose(layout, call.window, q.shape[2], k.shape[2], has_gather=has_gather)
-    if mods and scheme != "ulysses":
+        scheme = choose(layout, call.window, q.shape[2], k.shape[2], mods, has_bias_rows)
+    if mods and scheme == "ring":
         names = ", ".join(name for name in mods if name != "dropout_seed")
-        raise UnsupportedError(f"scheme={scheme!r} has no {names} in JAX; give scheme='ulysses'")
+        raise UnsupportedError(f"scheme='ring' has no {names} in JAX; give scheme='ulysses' or 'gather'")
+    if scheme == "ulysses" and (reason := ulysses_lacks(q.shape[2], ranks, has_bias_rows)):
+        raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='gather' or 'ring'")
     out, lse = _SCHEMES[scheme](call, q, k, v, sinks, mods)
     return (out, lse) if return_lse else out
 
@@ -178,8 +190,6 @@ def _packed(call: Call, q: Any, k: Any, v: Any, bounds_q: Any, bounds_k: Any, **
 def _ulysses(call: Call, q: Any, k: Any, v: Any, sinks: Any, mods: dict[str, Any]) -> tuple[Any, Any]:
     """Sends heads for rows, computes whole heads, and sends rows for heads."""
     layout, axis, ranks, heads_q, heads_kv = call.layout, call.axis_name, call.layout.ranks, q.shape[2], k.shape[2]
-    if reason := ulysses_lacks(heads_q, ranks):
-        raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='ring' or 'gather'")
     if (copies := kv_copies(heads_q, heads_kv, ranks)) > 1:
         k, v = (jnp.repeat(x, copies, 2) for x in (k, v))
     order = layout.order
@@ -192,6 +202,8 @@ def _ulysses(call: Call, q: Any, k: Any, v: Any, sinks: Any, mods: dict[str, Any
 
     def attend(head: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         more = options | mods | {"index_offsets": (0, 0, head)}
+        if (bias := mods.get("bias")) is not None and bias.ndim > 2 and bias.shape[-3] > 1:
+            more["bias"] = bias[..., head : head + heads_q // ranks, :, :]
         if layout.is_packed:
             bounds = np.array(layout.cu_seqlens, np.int32)
             return _packed(call, q, k, v, bounds, bounds, **more)
@@ -244,8 +256,6 @@ def _tables(layout: Layout, window: Window) -> _Tables:
     for rank in ranks:
         slot_of = {row: s * slots + n for s in ranks for n, row in enumerate(sent[s][rank].tolist())}
         pieces = pieces_of(layout, rank, window)
-        if not (window.is_open or all(piece.ends_with_keys for piece in pieces)):
-            raise UnsupportedError("scheme='gather' has only windows (left, 0) in JAX; give scheme='ulysses' or 'ring'")
         keys.append(np.array([slot_of[row] for row in rows_of([piece.keys for piece in pieces]).tolist()], np.int64))
         bounds_q.append(np.cumsum([0, *(piece.local[1] - piece.local[0] for piece in pieces)]))
         bounds_k.append(np.cumsum([0, *(piece.keys[1] - piece.keys[0] for piece in pieces)]))
@@ -265,7 +275,40 @@ def _gather(call: Call, q: Any, k: Any, v: Any, sinks: Any, mods: dict[str, Any]
         return jnp.take(lax.all_to_all(slots, axis, 1, 1, tiled=True), keys, 1)
 
     options = {} if sinks is None else {"sinks": sinks}
-    return _packed(call, q, fetched(k), fetched(v), bounds_q, bounds_k, **options)
+    if not mods and (call.window.is_open or call.window.right == 0):
+        return _packed(call, q, fetched(k), fetched(v), bounds_q, bounds_k, **options)
+    # Index offsets and diagonals that do not end at the last keys are static: a branch for each rank.
+    branches = [functools.partial(_by_pieces, call, rank, options | mods) for rank in range(call.layout.ranks)]
+    out, lse = lax.switch(lax.axis_index(axis), branches, q, fetched(k), fetched(v))
+    return out, lse
+
+
+def _by_pieces(call: Call, rank: int, mods: dict[str, Any], q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Returns (out, lse) of a rank's rows, whose fetched keys follow each other by piece."""
+    results, first = [], 0
+    for piece in pieces_of(call.layout, rank, call.window) or [Piece((0, 0), (0, 0), 0, 0, True)]:
+        rows, columns = slice(*piece.local), slice(*piece.keys)
+        keys = slice(first, first + columns.stop - columns.start)
+        first = keys.stop
+        more = _with_length(mods, piece.seqlen)
+        if (bias := mods.get("bias")) is not None:
+            bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias
+            more["bias"] = bias[..., columns] if bias.shape[-1] > 1 else bias
+        results.append(_attention(q[:, rows], k[:, keys], v[:, keys], window_size=tuple(call.window), return_lse=True,
+                                  diagonal_offset=piece.q_index - piece.k_index, index_offsets=piece.index_offsets,
+                                  **more, **call.options))  # fmt: skip
+    outs, lses = zip(*results, strict=True)
+    return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
+
+
+def _with_length(mods: dict[str, Any], seqlen: int) -> dict[str, Any]:
+    """Returns mods whose functions find the length of the document."""
+    new = dict(mods)
+    for name, x in mods.items():
+        # Functions that take JAX's tracers alone raise errors of any type; they have no lengths.
+        with contextlib.suppress(Exception):
+            new |= with_length({name: x}, np.array(seqlen, np.int32))
+    return new
 
 
 def _branches(layout: Layout, step: int, window: Window) -> tuple[list[list[Rectangle]], Any]:

@@ -59,7 +59,7 @@ class Call:
     @property
     def has_indices(self) -> bool:
         """True with dropout, a function or a bias: weights depend on indices in the whole problem."""
-        return "dropout_p" in self.options or not INDEXED.isdisjoint(self.mods)
+        return not INDEXED.isdisjoint(self.mods.keys() | self.options.keys())
 
     def rectangles(self, source: int) -> Parts:
         """Returns the rectangles of this rank's rows and another rank's keys, each with keywords of its own."""
@@ -67,7 +67,7 @@ class Call:
 
     def mods_of(self, rows: slice, keys: slice, seqlen: int, device: torch.device) -> dict[str, Any]:
         """Returns the mods of some local rows over some keys of the sequence, all of one document of this length."""
-        mods = with_length(self.mods, seqlen, device)
+        mods = with_length(self.mods, _number(seqlen, device))
         if (bias := mods.get("bias")) is not None:
             mods["bias"] = part_of_bias(bias, rows, keys)
         return mods
@@ -89,6 +89,11 @@ def _rectangles(layout: Layout, rank: int, source: int, window: Window, head: in
     parts = rectangles(layout, rank, source, window, merge=head is None)
     offsets = [{} if head is None else {"index_offsets": part.index_offsets(head)} for part in parts]
     return [(part, part.mask(window) | more) for part, more in zip(parts, offsets, strict=True)]
+
+
+@lru_cache(256)
+def _number(value: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int32).to(device)
 
 
 def part_of_bias(bias: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:

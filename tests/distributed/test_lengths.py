@@ -25,7 +25,7 @@ def test_masks_and_scores_of_cuflash_are_those_of_the_whole() -> None:
 
     functions = {"score_mod": score_mod, "mask_mod": mods.document(documents)}
     whole = attention(q, k, v, **functions)[:, 13:77]
-    of_part = with_length(functions, ROWS, q.device)
+    of_part = with_length(functions, torch.tensor(ROWS, dtype=torch.int32))
     part = attention(q[:, 13:77], k, v, index_offsets=(13, 0), **of_part)
     torch.testing.assert_close(part, whole)
     (grad,), (expected,) = (torch.autograd.grad(x.sum(), slopes) for x in (part, whole))
@@ -34,4 +34,4 @@ def test_masks_and_scores_of_cuflash_are_those_of_the_whole() -> None:
 
 def test_functions_without_lengths_are_unchanged() -> None:
     functions = {"mask_mod": lambda b, h, i, j: i >= j, "sinks": torch.zeros(2)}
-    assert with_length(functions, ROWS, torch.device("cpu")) == functions
+    assert with_length(functions, torch.tensor(ROWS, dtype=torch.int32)) == functions

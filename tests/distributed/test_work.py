@@ -77,7 +77,7 @@ SHORT, LONG = [*range(0, 65537, 512)], [0, 10, 65536]
 
 @pytest.mark.parametrize(("bounds", "call", "scheme"), [
     (SHORT, {}, "gather"), (SHORT, {"kind": "zigzag"}, "gather"), (SHORT, {"heads_q": 6, "heads_kv": 1}, "gather"),
-    (SHORT, {"mods": ("score_mod",)}, "gather"), (SHORT, {"has_gather": False}, "ulysses"),
+    (SHORT, {"mods": ("score_mod",)}, "gather"), (SHORT, {"mods": ("dropout_p",), "heads_q": 6}, "gather"),
     (LONG, {}, "ulysses"), (LONG, {"heads_q": 6, "heads_kv": 1}, "ring"),
     (LONG, {"heads_q": 16, "heads_kv": 1}, "ring"),
     ([0, 16384, *range(16384, 65537, 4096)], {"kind": "contiguous"}, "ulysses"),  # one rank has most of the work
@@ -87,12 +87,6 @@ def test_packed_documents_are_fetched_where_that_takes_less_time(
 ) -> None:
     call = {"window": Window(None, 0), "heads_q": 8, "heads_kv": 8, "kind": "balanced"} | call
     assert choose(Layout(bounds, 4, call.pop("kind"), chunk=2048), **call) == scheme
-
-
-def test_a_window_without_gather_takes_another_scheme() -> None:
-    call: dict[str, Any] = {"window": Window(5, 3), "heads_kv": 1, "has_gather": False}
-    assert choose(Layout(64, 4), heads_q=8, **call) == "ring"
-    assert choose(Layout(64, 4), heads_q=6, mods=("mask_mod",), **call) == "ring"
 
 
 def test_bad_plans_are_refused() -> None:

@@ -19,6 +19,7 @@ from cuflash.distributed import Layout
 from cuflash.distributed.jax import attention
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks.jax import attention as whole_attention
+from cuflash.mods import position_of, seqlen_k
 
 MOST_ERROR = 1e-4  # of the largest element, for float32; sums have other orders
 
@@ -40,35 +41,33 @@ def failures(seed: int, ranks: int) -> list[str]:
     bounds: Any = [0, *sorted(rng.randrange(rows + 1) for _ in range(rng.randrange(5))), rows] if is_packed else rows
     layout = Layout(bounds, ranks, rng.choice(("zigzag", "contiguous")))
     windows = [{}, {"causal": True}, {"causal": True}, {"window_size": (rng.randrange(40), 0)}]
-    if scheme != "gather":
-        windows.append({"window_size": (rng.choice((-1, 5, 60)), rng.choice((0, 3, 70)))})
+    windows.append({"window_size": (rng.choice((-1, 5, 60)), rng.choice((0, 3, 70)))})
     options: dict[str, Any] = rng.choice(windows)
     options |= {"softcap": 5.0} if rng.random() < 0.3 else {}
     options |= {"softmax_scale": 0.3} if rng.random() < 0.3 else {}
     dim, dim_v = rng.choice(((16, 16), (8, 24)))
     batch = 1 if is_packed else rng.choice((1, 2))
-    keys = jax.random.split(jax.random.key(seed), 7)
+    keys = jax.random.split(jax.random.key(seed), 8)
     shapes = [(batch, rows, heads_q, dim), (batch, rows, heads_kv, dim), (batch, rows, heads_kv, dim_v), (heads_q,)]
     q, k, v, sinks = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=False))
     slopes = jax.random.normal(keys[4], (heads_q,)) * 0.01
     dout = jax.random.normal(keys[5], (batch, rows, heads_q, dim_v))
     dlse = jax.random.normal(keys[6], (batch, heads_q, rows))
-    has_sinks, has_mods = rng.random() < 0.4, scheme == "ulysses" and rng.random() < 0.5
-    if scheme == "ulysses" and rng.random() < 0.5:
+    has_sinks, has_mods = rng.random() < 0.4, scheme != "ring" and rng.random() < 0.5
+    has_bias = scheme != "ring" and not is_packed and rng.random() < 0.3
+    bias = jax.random.normal(keys[7], (heads_q, 1 if scheme == "ulysses" else rows, rows) if has_bias else (1, 1))
+    if scheme != "ring" and rng.random() < 0.5:
         options |= {"dropout_p": 0.3, "dropout_seed": seed}
 
-    def mod_kwargs(sinks: Any, slopes: Any) -> dict[str, Any]:
+    def mod_kwargs(sinks: Any, slopes: Any, bias: Any) -> dict[str, Any]:
         mods: dict[str, Any] = {"sinks": sinks} if has_sinks else {}
         if has_mods:
-            mods["score_mod"] = lambda score, b, h, i, j: score + slopes[h] * (i - j) + 0.01 * h
-            mods["mask_mod"] = lambda b, h, i, j: (i * 3 + j + h) % 5 != 0
-        return mods
+            mods["score_mod"] = lambda score, b, h, i, j: score + slopes[h] * (position_of(i) - j) + 0.01 * (h + b)
+            mods["mask_mod"] = lambda b, h, i, j: (i * 3 + j + h + seqlen_k()) % 5 != 0
+        return mods | ({"bias": bias} if has_bias else {})
 
-    def loss(out: Any, lse: Any) -> Any:
-        return (out * dout).sum() + (jnp.where(jnp.isfinite(lse), lse, 0.0) * dlse).sum()
-
-    def whole(q: Any, k: Any, v: Any, sinks: Any, slopes: Any) -> Any:
-        more = mod_kwargs(sinks, slopes) | options
+    def whole(q: Any, k: Any, v: Any, sinks: Any, slopes: Any, bias: Any) -> Any:
+        more = mod_kwargs(sinks, slopes, bias) | options
         if is_packed:
             cu_seqlens = np.array(bounds, np.int32)
             more |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
@@ -76,25 +75,35 @@ def failures(seed: int, ranks: int) -> list[str]:
             return out[None], lse[None]
         return whole_attention(q, k, v, return_lse=True, **more)
 
-    def part(q: Any, k: Any, v: Any, sinks: Any, slopes: Any) -> Any:
+    def part(q: Any, k: Any, v: Any, sinks: Any, slopes: Any, bias: Any) -> Any:
         return attention(q, k, v, axis_name="context", layout=layout, scheme=scheme, return_lse=True,
-                         **mod_kwargs(sinks, slopes), **options)  # fmt: skip
+                         **mod_kwargs(sinks, slopes, bias), **options)  # fmt: skip
 
     by_rows, same = jax.P(None, "context"), jax.P()
-    specs = (by_rows, by_rows, by_rows, same, same)
+    of_bias = jax.P(None, "context") if bias.shape[-2] > 1 else same
+    specs = (by_rows, by_rows, by_rows, same, same, of_bias)
     of_ranks = over_ranks(part, ranks, specs, (by_rows, jax.P(None, None, "context")))
     order, back = layout.order, np.argsort(layout.order)
 
-    def distributed(q: Any, k: Any, v: Any, sinks: Any, slopes: Any) -> Any:
-        out, lse = of_ranks(q[:, order], k[:, order], v[:, order], sinks, slopes)
+    def distributed(q: Any, k: Any, v: Any, sinks: Any, slopes: Any, bias: Any) -> Any:
+        bias = bias[:, order] if bias.shape[-2] > 1 else bias
+        out, lse = of_ranks(q[:, order], k[:, order], v[:, order], sinks, slopes, bias)
         return out[:, back], lse[:, :, back]
 
-    arrays = q, k, v, sinks, slopes
-    names = ["dq", "dk", "dv", "dsinks", "dslopes"]
-    results, expected = distributed(*arrays), whole(*arrays)
-    grads, correct = (jax.grad(lambda *x, f=f: loss(*f(*x)), range(5))(*arrays) for f in (distributed, whole))
+    arrays = q, k, v, sinks, slopes, bias
+    names = ["out", "lse", "dq", "dk", "dv", "dsinks", "dslopes", "dbias"]
+
+    def differentiated(function: Any) -> Any:
+        """Returns results and gradients, by one compilation."""
+
+        def run(*arrays: Any) -> Any:
+            (out, lse), pull = jax.vjp(function, *arrays)
+            return out, lse, *pull((dout, jnp.where(jnp.isfinite(lse), dlse, 0.0)))
+
+        return jax.jit(run)(*arrays)
+
     wrong = []
-    for name, a, b in zip(["out", "lse", *names], (*results, *grads), (*expected, *correct), strict=True):
+    for name, a, b in zip(names, differentiated(distributed), differentiated(whole), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         scale = max(1.0, np.abs(b[np.isfinite(b)]).max(initial=0.0))
         if not np.allclose(a, b, rtol=0.0, atol=MOST_ERROR * scale):
@@ -115,7 +124,8 @@ def refusals(ranks: int) -> list[str]:
         ((q, q, q), {"scheme": "ring", "dropout_p": 0.1, "dropout_seed": 0}, "'ring' has no dropout_p in JAX"),
         ((q, q, q), {"layout": Layout(16, 3)}, "the layout is for 3 ranks, but axis 'context' has 2"),
         ((q, q, q), {"layout": Layout(17, 2)}, "ranks hold 8 to 9 rows, but arrays of all devices have one shape"),
-        ((q, q, q), {"scheme": "gather", "window_size": (2, 1)}, "'gather' has only windows (left, 0) in JAX"),
+        ((q, q, q), {"scheme": "gather", "bias": q}, "bias has shape (1, 8, 3, 8); give one that broadcasts to"),
+        ((q, q, q), {"sinks": q[0, 0, 0]}, "sinks has shape (8,); give (3,)"),
     ]
     for arrays, keywords, text in cases:
         call = functools.partial(attention, axis_name="context", **keywords)

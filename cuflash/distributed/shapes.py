@@ -1,0 +1,26 @@
+"""Shapes of a bias and of sinks, which every rank passes for its rows or for all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ProblemError
+
+
+def check_shapes(q: Any, seqlen: int, bias: Any = None, sinks: Any = None) -> None:
+    """Raises ProblemError for a bias or sinks of another shape than a rank's q and the whole sequence need."""
+    batch, rows, heads, _ = q.shape
+    if bias is not None and not _broadcasts(bias.shape, sizes := (batch, heads, rows, seqlen)):
+        raise ProblemError(
+            f"bias has shape {tuple(bias.shape)}; give one that broadcasts to {sizes}: (batch, heads_q, rows of this "
+            "rank, seqlen), where keys are those of the whole sequence"
+        )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ProblemError(f"sinks has shape {tuple(sinks.shape)}; give ({heads},): one for each head of all ranks")
+
+
+def _broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """True if an array of this shape can be broadcast to these sizes."""
+    pairs = zip(reversed(shape), reversed(sizes), strict=False)
+    return len(shape) <= len(sizes) and all(size in (1, whole) for size, whole in pairs)
