@@ -34,6 +34,7 @@ BACKWARD_OPS = ("delta", "convert", "backward", "backward_dkdv", "backward_dq")
 GENERIC = {"aligned": False}  # on Hopper, where aligned calls take sm90 kernels
 CAPPED = {"softcap": 30.0}  # on Hopper, where softcap is compiled in
 PACKED = {"packed": True}
+SUMS = {"accumulate": True}
 HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
 # (op, dtype, head_dim, head_dim_v, changes): one of each kernel.
 ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
@@ -48,6 +49,8 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     *((op, "bfloat16", 128, 128, PACKED) for op in ("forward", "lse", "delta", "backward")),
     *((op, "bfloat16", 128, 128, PACKED | GENERIC) for op in BACKWARD_OPS),
     *((op, "float16", 192, 128, {}) for op in HOPPER_GRADIENTS),
+    *((op, "bfloat16", 128, 128, SUMS | changes) for op in ("forward", "backward") for changes in ({}, GENERIC)),
+    *((op, "float32", 64, 64, SUMS) for op in ("convert", "backward")),
 )
 SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128)
 # One of each way of building a kernel.

@@ -26,6 +26,7 @@ CALLS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 # Mods that are also compiled on Hopper for variable-length sequences, packed or with keys in pages.
 OF_LENGTHS: dict[str, tuple[int, ...]] = {"alibi": (64, 256), "document": (128,), "everything": (64,)}
+OF_SUMS = {"alibi": 128}  # mods that are also compiled on Hopper to add to float32 arrays, at one head dim
 OPS: dict[str, dict[str, Any]] = {
     "forward": {},
     "lse": {},
@@ -52,6 +53,8 @@ def mod_variants(arch: str, on_any_gpu: bool = False, names: tuple[str, ...] = t
             calls = [(arrays, {})]
             if dim in OF_LENGTHS.get(name, ()) and not on_any_gpu:
                 calls += [packed(arrays), paged(arrays)] if call["op"] != "backward" else [packed(arrays)]
+            if OF_SUMS.get(name) == dim and call["op"] != "lse" and not on_any_gpu:
+                calls.append((arrays, {"accumulate": True}))
             for operands, keywords in calls:
                 plan = cuflash.plan(*operands, **keywords, **arguments, **call, device=arch)
                 variants |= dict.fromkeys(launch.variant for launch in plan.launches)
