@@ -26,6 +26,7 @@ import cupy
 import numpy as np
 import sanitize_cases as cases
 from sanitize_cases import ALGORITHMS, BACKWARD, ModCase, SequenceCase, put_all
+from sanitize_sums import sums
 
 import cuflash
 from cuflash.errors import UnsupportedError
@@ -147,7 +148,7 @@ def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def variants() -> list[Variant]:
-    """Returns all kernels that `run` launches, except a few of `merges_and_views` and `appends_to_caches`."""
+    """Returns all kernels that `run` launches, but for `sums` and some of `merges_and_views`, `appends_to_caches`."""
     launched = _reached(work() | mod_work())
     lse = ArraySpec.contiguous((1, 1, 1), "float32")
     states = [[ArraySpec.contiguous((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
@@ -206,7 +207,9 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
         yield Prepared(f"{case.name} {how}", call(case, how), defined, repeats=not _sums(how))
     device.query = query
     CALL_CACHE.clear()
-    others = itertools.chain(merges_and_views(once, generic), appends_to_caches(is_wild=not once))
+    turns: list[Callable[[Any], Any]] = [backwards] if generic else [lambda q: q, backwards]
+    added = (Prepared(*each) for turned in turns for each in sums(cupy, once, turned))
+    others = itertools.chain(merges_and_views(once, generic), added, appends_to_caches(is_wild=not once))
     yield from itertools.islice(others, part, None, parts)
 
 

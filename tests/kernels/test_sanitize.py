@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import numpy as np
 import pytest
 from variants import variants
 from workers import ROOT, need_checkout
@@ -22,7 +23,7 @@ def test_the_sanitizer_reaches_every_tile_and_every_varlen_kernel(monkeypatch: p
     launched = sanitize.variants()
     assert not sanitize.unreached(launched)
     of_lengths = {x for x in launched if x.is_varlen and x.mod_code is None and not x.lists_seqlens}
-    # Calls that add to float32 arrays, or take or return delta, are not among those of the sanitizer.
+    # Calls that add to float32 arrays, or take or return delta, are those of sanitize_sums.
     plain = {x for x in variants("sm_90") if not x.accumulates and x.delta is None}
     assert {x for x in plain if x.is_varlen} == of_lengths
     mod_sources = {x.source for x in launched if x.is_varlen and (x.mod_code is not None or x.lists_seqlens)}
@@ -40,6 +41,17 @@ def test_the_sanitizer_reaches_every_tile_and_every_varlen_kernel(monkeypatch: p
         tiles[is_large].update((x.source, x.dtype, x.tile, x.is_varlen) for x in forward)
     assert tiles[False]
     assert tiles[True] >= tiles[False]
+
+
+def test_calls_that_add_to_float32_arrays_write_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    calls = list(import_module("sanitize_sums").sums(np, True, lambda q: q[::-1]))
+    assert len({name for name, _ in calls}) == len(calls) == 2 * 2 * (4 + 4 + 3)
+    for name, call in calls:
+        results = [x.copy() for x in call()]
+        assert not any(np.isnan(x.astype("float32")).any() for x in results), name
+        assert all(x.any() for x in results), name
+        assert all(np.array_equal(x, y) for x, y in zip(results, call(), strict=True)), name
 
 
 def test_parts_of_a_run_are_given_as_a_number_and_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
