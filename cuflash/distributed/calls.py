@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks.torch.mods import check_seed
 from ..problem.options import check_dropout, check_flag, check_window, is_zero
-from .choice import SCHEMES, choose
+from .choice import SCHEMES, bias_lacks, choose
 from .exchange import Link, check_agreement, needs_agreement
 from .gather import gather, gather_gradients
 from .layout import Layout
@@ -96,6 +96,7 @@ def _call(
         check_agreement(links, {
             "layout": layout.key, **shapes, "dtype": q.dtype, "scheme": scheme, "window_size and causal": tuple(window),
             **options, "score_mod, mask_mod, bias and sinks": sorted(mods), "dropout_p": dropout_p,
+            "rows of the bias": "bias" in mods and bias_lacks(layout, mods["bias"].shape, has_columns=True),
             "dropout_seed": seed if keywords["check"] or not torch.is_tensor(seed) else "a tensor",
         })  # fmt: skip
     if not is_zero(dropout_p) and check_dropout(dropout_p):
@@ -112,9 +113,10 @@ def _call(
             )
         scheme = "ring of ulysses"
     elif scheme == "auto":
-        has_bias_rows = "bias" in mods and mods["bias"].shape[-2] > 1
-        scheme = choose(layout, window, q.shape[2], k.shape[2], mods, has_bias_rows)
-    links = [link._replace(purpose=f"scheme={scheme!r}") for link in links]
+        bias_shape = mods["bias"].shape if "bias" in mods else None
+        scheme = choose(layout, window, q.shape[2], k.shape[2], mods.keys() | options.keys(), bias_shape)
+    purpose = f"scheme={scheme!r}" if len(links) == 1 else "the ring on a mesh of two axes"
+    links = [link._replace(purpose=purpose) for link in links]
     return scheme, Call(layout, links, window, options, mods, leaf_names)
 
 

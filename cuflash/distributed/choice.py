@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -17,11 +17,24 @@ INDEXED = frozenset(("score_mod", "mask_mod", "bias", "dropout_p"))  # arguments
 SCORES_PER_ROW = 1200
 
 
-def ulysses_lacks(heads_q: int, ranks: int, has_bias_rows: bool = False) -> str | None:
-    """Returns why "ulysses" cannot run a call, or None. has_bias_rows: its bias differs from row to row."""
-    if heads_q % ranks:
-        return f"{heads_q} query heads are no multiple of {ranks} ranks"
-    return "a bias with rows of its own is sharded by rows, not by heads" if has_bias_rows else None
+def ulysses_lacks(heads_q: int, ranks: int) -> str | None:
+    """Returns why "ulysses" cannot run a call without a bias, or None."""
+    return f"{heads_q} query heads are no multiple of {ranks} ranks" if heads_q % ranks else None
+
+
+def bias_lacks(layout: Layout, shape: Sequence[int] | None, has_columns: bool = False) -> str | None:
+    """Returns why ranks that exchange heads for rows cannot take a bias of this shape on a rank, or None.
+
+    All ranks get one answer: a rank of one row does not show if a bias has rows. has_columns: True if packed
+    documents may have a bias over keys.
+    """
+    if shape is None:
+        return None
+    if shape[-2] != 1 or (layout.ranks > 1 and min(layout.rows) <= 1):
+        return "a bias with rows of its own is sharded by rows, not by heads"
+    if layout.is_packed and shape[-1] != 1 and not has_columns:
+        return "a call over packed documents has no bias over the keys of all of them"
+    return None
 
 
 def kv_copies(heads_q: int, heads_kv: int, ranks: int) -> int:
@@ -37,21 +50,22 @@ def choose(
     heads_q: int,
     heads_kv: int,
     mods: Collection[str] = (),
-    has_bias_rows: bool = False,
+    bias_shape: Sequence[int] | None = None,
 ) -> Scheme:
     """Returns the scheme for a call: one that can run it, and sends least or takes least time where several can.
 
-    has_bias_rows: as in `ulysses_lacks`.
+    mods: names of the call's mods, and "dropout_p". bias_shape: that of this rank.
     """
-    is_ulysses, has_indices = not ulysses_lacks(heads_q, layout.ranks, has_bias_rows), not INDEXED.isdisjoint(mods)
-    # A ring computes each rectangle of a call with indices by itself.
+    is_ulysses = not (ulysses_lacks(heads_q, layout.ranks) or bias_lacks(layout, bias_shape))
+    # With indices, "ulysses" is one call; "gather" has one for each document, and a ring for each rectangle.
+    has_indices = not INDEXED.isdisjoint(mods)
     if window.left is not None or (has_indices and not is_ulysses):
         return "gather"
     # Heads that a rank sends of each of its rows in forward: of q, k, v and out, and of k and v to every other rank.
     by_ulysses = 2 * (heads_q + max(heads_kv, layout.ranks)) * (layout.ranks - 1) / layout.ranks
     by_ring = 2 * heads_kv * (layout.ranks - 1)
     scheme: Scheme = "ulysses" if is_ulysses and (has_indices or by_ulysses <= by_ring) else "ring"
-    if layout.is_packed:
+    if layout.is_packed and not has_indices:
         times = _times(layout, window, heads_q, heads_kv, by_ulysses)
         return min((scheme, "gather"), key=times.__getitem__)
     return scheme

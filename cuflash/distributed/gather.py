@@ -14,7 +14,7 @@ from ..frameworks.torch import attention
 from .exchange import exchange
 from .layout import Layout
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
-from .scheme import LAYOUTS, Call, bounds_of, part_of_bias
+from .scheme import LAYOUTS, Call, bounds_of, on_device, part_of_bias
 
 _backward: Any = backward  # overloads do not take keywords of a dict
 
@@ -154,7 +154,7 @@ def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> F
     order = np.argsort(received)
     pieces = pieces_of(layout, rank, window) or [Piece((0, 0), (0, 0), 0, 0, True)]  # a rank without rows
     starts = np.searchsorted(received[order], [piece.keys[0] for piece in pieces]).tolist()
-    sent, order = torch.from_numpy(sent).to(device), torch.from_numpy(order).to(device)
+    sent, order = on_device(sent, device), on_device(order, device)
     # Diagonals of packed sequences end at their last keys.
     is_packable = len(pieces) > 1 and (window.is_open or all(piece.ends_with_keys for piece in pieces))
     bounds, copied = _packing(pieces, starts, device) if is_packable else ({}, None)
@@ -173,4 +173,4 @@ def _packing(
         return bounds, None
     # Pieces of one document share keys, and packed sequences cannot: each gets a copy.
     runs = [np.arange(start, start + length) for start, length in zip(starts, lengths_k, strict=True)]
-    return bounds, torch.from_numpy(np.concatenate(runs)).to(device)
+    return bounds, on_device(np.concatenate(runs), device)

@@ -22,7 +22,7 @@ from ..frameworks.jax.call import static_of
 from ..frameworks.jax.mods import check_seed
 from ..frameworks.jax.primitives import backward, checked_array
 from ..problem.options import Options, WindowSize, check_dropout, check_flag, check_window, is_zero
-from .choice import SCHEMES, Scheme, choose, kv_copies, ulysses_lacks
+from .choice import SCHEMES, Scheme, bias_lacks, choose, kv_copies, ulysses_lacks
 from .layout import Layout
 from .lengths import with_length
 from .rectangles import Piece, Range, Rectangle, Window, needed_keys, pieces_of, rectangles
@@ -158,19 +158,20 @@ def attention(
     mods = {name: x for name, x in named.items() if x is not None}
     if bias is not None:
         mods["bias"] = bias = jnp.atleast_2d(checked_array("bias", bias))
+    sinks = None if sinks is None else checked_array("sinks", sinks)
     check_shapes(q, layout.seqlen, bias, sinks)
     if not is_zero(dropout_p) and check_dropout(dropout_p):
         mods |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
     elif dropout_seed is not None:
         check_seed(dropout_seed)
-    has_bias_rows = bias is not None and bias.shape[-2] > 1
+    bias_shape = None if bias is None else bias.shape
     if scheme == "auto":
-        scheme = choose(layout, call.window, q.shape[2], k.shape[2], mods, has_bias_rows)
+        scheme = choose(layout, call.window, q.shape[2], k.shape[2], mods, bias_shape)
     if mods and scheme == "ring":
         names = ", ".join(name for name in mods if name != "dropout_seed")
-        raise UnsupportedError(f"scheme='ring' has no {names} in JAX; give scheme='ulysses' or 'gather'")
-    if scheme == "ulysses" and (reason := ulysses_lacks(q.shape[2], ranks, has_bias_rows)):
-        raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='gather' or 'ring'")
+        raise UnsupportedError(f"scheme='ring' has no {names} in JAX; give scheme='gather', 'ulysses' or 'auto'")
+    if scheme == "ulysses" and (reason := ulysses_lacks(q.shape[2], ranks) or bias_lacks(layout, bias_shape)):
+        raise UnsupportedError(f"scheme='ulysses': {reason}; give scheme='gather' or 'auto'")
     out, lse = _SCHEMES[scheme](call, q, k, v, sinks, mods)
     return (out, lse) if return_lse else out
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from .. import backward, forward, merge_states
+from ..frameworks.torch.ops import refuse_twice
 from ..mods.tracing.trace import trace
 from .exchange import Parcel, start_shift
 from .layout import Layout
@@ -57,12 +57,24 @@ class _Ring(Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *_ = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        *grads, of_leaves = ring_backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.leaves)
-        return None, None, *grads, *of_leaves
+        grads = _RingGradients.apply(ctx.call, ctx.leaves, dout, dlse, q, k, v, out, lse, *(x for _, x in ctx.leaves))
+        return None, None, *grads
+
+
+class _RingGradients(Function):
+    """Gradients as a Function, so that a second derivative is refused where it is taken."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, leaves: Leaves, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *_: Any
+    ) -> tuple[torch.Tensor, ...]:
+        *grads, of_leaves = ring_backward(call, dout, dlse, q, k, v, out, lse, leaves)
+        return *grads, *of_leaves
+
+    backward = staticmethod(refuse_twice)
 
 
 def _leaves(call: Call) -> Leaves:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -51,12 +52,6 @@ class Call:
         return SM_MARGIN if dist.get_backend(self.link.group) == dist.Backend.NCCL else 0
 
     @property
-    def has_bias_rows(self) -> bool:
-        """True if the bias differs from row to row."""
-        bias = self.mods.get("bias")
-        return bias is not None and bias.shape[-2] > 1
-
-    @property
     def has_indices(self) -> bool:
         """True with dropout, a function or a bias: weights depend on indices in the whole problem."""
         return not INDEXED.isdisjoint(self.mods.keys() | self.options.keys())
@@ -93,12 +88,18 @@ def _rectangles(layout: Layout, rank: int, source: int, window: Window, head: in
 
 @lru_cache(256)
 def _number(value: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.int32).to(device)
+    return on_device(np.int32(value), device)
+
+
+def on_device(array: Any, device: torch.device) -> torch.Tensor:
+    """Returns a tensor for a cache: made in inference mode, too, autograd can save it later."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.asarray(array)).to(device)
 
 
 def part_of_bias(bias: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
-    """Returns a view of the bias of some rows and keys."""
-    bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias
+    """Returns a view of the bias of some rows and keys: another object, as score_mod may refer to the bias."""
+    bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias[...]
     return bias[..., keys] if bias.shape[-1] > 1 else bias
 
 
@@ -113,5 +114,5 @@ def rank_of(links: Sequence[Link]) -> int:
 def bounds_of(bounds: tuple[int, ...], device: torch.device, name: str) -> dict[str, Any]:
     """Returns the keywords of the packed sequences of queries ("q") or keys ("k") between these bounds."""
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
-    tensor = torch.tensor(bounds, dtype=torch.int32).to(device)
+    tensor = on_device(np.array(bounds, np.int32), device)
     return {f"cu_seqlens_{name}": tensor, f"max_seqlen_{name}": longest}

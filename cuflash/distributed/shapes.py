@@ -1,4 +1,4 @@
-"""Shapes of a bias and of sinks, which every rank passes for its rows or for all heads."""
+"""Shapes of a bias and of sinks, which every rank passes for its rows or for all heads; and the dtype of sinks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ProblemError
+from ..mods.tracing.operand import name_of_dtype
 
 
 def check_shapes(q: Any, seqlen: int, bias: Any = None, sinks: Any = None) -> None:
@@ -16,8 +17,13 @@ def check_shapes(q: Any, seqlen: int, bias: Any = None, sinks: Any = None) -> No
             f"bias has shape {tuple(bias.shape)}; give one that broadcasts to {sizes}: (batch, heads_q, rows of this "
             "rank, seqlen), where keys are those of the whole sequence"
         )
-    if sinks is not None and tuple(sinks.shape) != (heads,):
+    if sinks is None:
+        return
+    if tuple(sinks.shape) != (heads,):
         raise ProblemError(f"sinks has shape {tuple(sinks.shape)}; give ({heads},): one for each head of all ranks")
+    dtypes = {name_of_dtype(q.dtype), "float32"}
+    if (dtype := name_of_dtype(sinks.dtype)) not in dtypes:
+        raise ProblemError(f"sinks has dtype {dtype}; give {' or '.join(sorted(dtypes))}")
 
 
 def _broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:

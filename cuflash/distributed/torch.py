@@ -7,11 +7,12 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ProblemError, UnsupportedError
 from ..frameworks.torch import check_tensor
-from ..frameworks.torch.tensors import autocast, is_autocast, is_faking, uncompiled
+from ..frameworks.torch.tensors import autocast, is_autocast, is_faking, refuse_tangents, uncompiled
 from ..problem.options import WindowSize
 from ..units import kind_of
 from .calls import layout_of, links_of, run
@@ -133,7 +134,7 @@ def attention(
     bias : Tensor, optional
         Floats or bools as in `cuflash.frameworks.torch.attention`, broadcastable to (batch, heads_q, rows of this
         rank, seqlen): keys are those of the whole sequence, in its order. "ulysses" and meshes of two axes take none
-        with rows of its own.
+        with rows of its own, and "ulysses" none over the keys of packed documents.
     sinks : Tensor (heads_q,), optional
         One more logit of each head, equal on all ranks.
     dropout_p : float in [0, 1), default 0.0
@@ -200,8 +201,11 @@ def attention(
             check_tensor(name, tensor)
     if bias is not None:
         keywords["bias"] = torch.atleast_2d(bias)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q=q, k=k, v=v, bias=bias, sinks=sinks)
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
+        keywords["sinks"] = None if sinks is None else sinks.float()
     groups = groups_of(group)
     if torch.compiler.is_compiling() or is_faking():
         out, lse = by_op(q, k, v, keywords, [each.group_name for each in groups])

@@ -16,13 +16,14 @@ from .. import backward
 from ..errors import UnsupportedError
 from ..frameworks.torch import attention
 from . import ring as by_ring
-from .choice import kv_copies, ulysses_lacks
+from .choice import bias_lacks, kv_copies, ulysses_lacks
 from .exchange import Link, exchange
 from .layout import Layout
-from .scheme import LAYOUTS, Call, bounds_of
+from .scheme import LAYOUTS, Call, bounds_of, on_device
 
 _backward: Any = backward  # overloads do not take keywords of a dict
 Pair = tuple[torch.Tensor, torch.Tensor]
+_HINT = "give scheme='gather', 'ring' or 'auto'"
 
 
 class Heads(NamedTuple):
@@ -136,9 +137,11 @@ def _outer(call: Call, mine: slice) -> Call:
 def _heads_of(call: Call, q: torch.Tensor, axis: int) -> tuple[Heads, slice]:
     """Returns the exchange among the ranks of an axis of the mesh, and the query heads of this rank."""
     link, heads_q = call.links[axis], q.shape[2]
-    if reason := ulysses_lacks(heads_q, link.ranks, call.has_bias_rows):
-        hint = "give another mesh" if axis else "give scheme='gather' or 'auto'"
-        raise UnsupportedError(f"{link.purpose}: {reason}; {hint}")
+    bias = call.mods.get("bias")
+    of_bias = None if bias is None else bias_lacks(call.layout, bias.shape, has_columns=axis > 0)
+    if reason := ulysses_lacks(heads_q, link.ranks) or of_bias:
+        hint = "give a mesh of one axis" if of_bias else "give another mesh"
+        raise UnsupportedError(f"{link.purpose}: {reason}; {hint if axis else _HINT}")
     first = call.rank - link.rank if axis else 0
     rows = call.layout.rows[first : first + link.ranks]
     count = heads_q // link.ranks
@@ -192,4 +195,4 @@ def _documents(layout: Layout, device: torch.device) -> dict[str, Any]:
 def _order(layout: Layout, first: int, ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `Heads.order` and `Heads.inverse` of some ranks."""
     inverse: Any = np.argsort(np.concatenate([layout.indices(rank) for rank in range(first, first + ranks)]))
-    return torch.from_numpy(np.argsort(inverse)).to(device), torch.from_numpy(inverse).to(device)
+    return on_device(np.argsort(inverse), device), on_device(inverse, device)

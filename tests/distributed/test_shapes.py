@@ -30,5 +30,11 @@ def test_sinks_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         check_shapes(Q, 20, sinks=np.zeros(shape))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int64", "bool"])
+def test_sinks_of_another_dtype_are_refused(dtype: str) -> None:
+    with pytest.raises(ProblemError, match=f"sinks has dtype {dtype}; give float32 or float64"):
+        check_shapes(Q, 20, sinks=np.zeros(4, dtype))
+
+
 def test_a_rank_without_rows_takes_a_bias_of_its_rows() -> None:
     check_shapes(Q[:, :0], 20, bias=np.zeros((1, 4, 0, 20)))

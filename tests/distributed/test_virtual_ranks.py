@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 from rank_cases import Case
 from virtual_ranks import drawn, failures, run_ranks
 
-from cuflash import forward
+from cuflash import forward, mods
 from cuflash.distributed import Layout, attention, ring
+from cuflash.errors import UnsupportedError
 from cuflash.frameworks.torch import attention as whole_attention
 
 COUNTS = {"cpu": 6, "cuda": 20}  # cases of each number of ranks, unless --drawn gives a number
@@ -72,9 +73,9 @@ def test_a_ring_takes_any_head_dim_v(
         return forward(*arrays, **keywords)
 
     monkeypatch.setattr(ring, "_forward", spied)
-    for seqlen, mods in ((50, frozenset({"sinks"})), ([0, 20, 50], frozenset[str]())):
+    for seqlen, names in ((50, frozenset({"sinks"})), ([0, 20, 50], frozenset[str]())):
         for mask in MASKS:
-            case = Case(Layout(seqlen, 3), "ring", 1, (4, 2), (16, limit + wider), {**mask}, mods, dtype)
+            case = Case(Layout(seqlen, 3), "ring", 1, (4, 2), (16, limit + wider), {**mask}, names, dtype)
             assert not failures(case, 0, "cpu")
     assert (True in accumulates) == (not wider)
 
@@ -92,6 +93,88 @@ def test_a_bias_of_any_shape_and_dtype(scheme: str) -> None:
         ))  # fmt: skip
         expected = whole_attention(q, k, v, causal=True, bias=bias)
         assert torch.allclose(layout.join(outs), expected, atol=1e-5), (bias.shape, bias.dtype)
+
+
+def attended(layout: Layout, arrays: Any, **options: Any) -> torch.Tensor:
+    """Returns out of all ranks. A bias is that of the whole sequence."""
+    bias = options.pop("bias")
+    has_rows = bias.dim() > 1 and bias.shape[-2] > 1
+    parts = [layout.shard(bias, bias.dim() - 2, rank) if has_rows else bias for rank in range(layout.ranks)]
+    outs = run_ranks(layout.ranks, lambda rank: attention(
+        *(layout.shard(x, 1, rank) for x in arrays), layout=layout, bias=parts[rank], **options
+    ))  # fmt: skip
+    return layout.join(outs)
+
+
+@pytest.mark.parametrize("layout", [Layout(4, 4, "contiguous"), Layout(3, 2), Layout(12, 8), Layout(2, 4)], ids=str)
+def test_a_bias_with_rows_where_ranks_hold_one_row_or_none(layout: Layout) -> None:
+    arrays, bias = torch.randn(3, 1, layout.seqlen, 8, 8), torch.randn(8, layout.seqlen, layout.seqlen)
+    expected = whole_attention(*arrays, bias=bias)
+    for scheme in ("auto", "ring", "gather"):
+        assert torch.allclose(attended(layout, arrays, bias=bias, scheme=scheme), expected, atol=1e-5), scheme
+    with pytest.raises(UnsupportedError, match="a bias with rows of its own is sharded by rows, not by heads"):
+        attended(layout, arrays, bias=bias, scheme="ulysses")
+
+
+@pytest.mark.parametrize("shape", [(20,), (4, 1, 20), (4, 20, 20), (20, 1)])
+def test_a_bias_of_packed_documents_is_that_of_the_sequence(shape: tuple[int, ...]) -> None:
+    layout, arrays, bias = Layout([0, 5, 20], 2), torch.randn(3, 1, 20, 4, 8), torch.randn(shape)
+    document = torch.tensor([0] * 5 + [1] * 15)
+    expected = whole_attention(*arrays, bias=bias, causal=True, mask_mod=lambda b, h, i, j: document[i] == document[j])
+    for scheme in ("auto", "ring", "gather"):
+        out = attended(layout, arrays, bias=bias, scheme=scheme, causal=True)
+        assert torch.allclose(out, expected, atol=1e-5), scheme
+    with pytest.raises(UnsupportedError, match="give scheme='gather', 'ring' or 'auto'"):
+        attended(layout, arrays, bias=bias, scheme="ulysses", causal=True)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 1, 1), (4, 1, 20)])
+def test_a_bias_that_score_mod_also_reads_has_one_gradient(scheme: str, shape: tuple[int, ...]) -> None:
+    layout, (q, k, v, dout) = Layout(20, 2), torch.randn(4, 1, 20, 4, 8)
+    table = torch.randn(shape)
+
+    def gradient(rank: int | None) -> torch.Tensor:
+        x = table.clone().requires_grad_()
+
+        def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return score + x[h if shape[0] > 1 else 0, 0, 0] * (i - j) * 0.1
+
+        if rank is None:
+            out, target = whole_attention(q, k, v, bias=x, score_mod=score_mod), dout
+        else:
+            out = attention(*(layout.shard(y, 1, rank) for y in (q, k, v)), layout=layout, scheme=scheme, bias=x,
+                            score_mod=score_mod)  # fmt: skip
+            target = layout.shard(dout, 1, rank)
+        return torch.autograd.grad((out * target).sum(), x)[0]
+
+    assert torch.allclose(sum(run_ranks(2, gradient)), gradient(None), atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
+def test_a_second_derivative_is_refused(scheme: str) -> None:
+    def penalized(rank: int) -> None:
+        x = torch.randn(1, 10, 4, 8, requires_grad=True)
+        loss = attention(x, x, x, layout=Layout(20, 2), scheme=scheme).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(UnsupportedError, match="no second derivative"):
+            (loss + grad.square().sum()).backward()
+
+    run_ranks(2, penalized)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
+def test_training_after_inference_with_an_equal_layout(scheme: str) -> None:
+    def steps(rank: int) -> None:
+        layout = Layout([0, 3, 22], 2)
+        q, k, v = torch.randn(3, 1, layout.rows[rank], 4, 8)
+        with torch.inference_mode():
+            attention(q, k, v, layout=layout, scheme=scheme, score_mod=lambda s, b, h, i, j: s * mods.seqlen_k())
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, layout=layout, scheme=scheme, score_mod=lambda s, b, h, i, j: s * mods.seqlen_k())
+        out.sum().backward()
+
+    run_ranks(2, steps)
 
 
 @pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])

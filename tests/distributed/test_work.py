@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuflash import ProblemError
 from cuflash.distributed import Layout, plan
-from cuflash.distributed.choice import choose
+from cuflash.distributed.choice import bias_lacks, choose
 from cuflash.distributed.layout import KINDS
 from cuflash.distributed.rectangles import Window
 
@@ -64,7 +64,8 @@ def test_the_bytes_of_a_window_do_not_grow_with_the_ranks() -> None:
 @pytest.mark.parametrize(("call", "scheme"), [
     ({}, "ulysses"), ({"heads_q": 6}, "ring"), ({"heads_q": 16, "heads_kv": 1}, "ring"),
     ({"window": Window(100, 0)}, "gather"), ({"mods": ("score_mod",)}, "ulysses"),
-    ({"mods": ("score_mod",), "heads_q": 6}, "gather"), ({"mods": ("bias",), "has_bias_rows": True}, "gather"),
+    ({"mods": ("score_mod",), "heads_q": 6}, "gather"), ({"mods": ("bias",), "bias_shape": (1024, 4096)}, "gather"),
+    ({"mods": ("bias",), "bias_shape": (1, 4096)}, "ulysses"),
     ({"mods": ("sinks",), "heads_q": 6}, "ring"),
 ])  # fmt: skip
 def test_a_scheme_is_chosen_by_options_and_bytes(call: dict[str, Any], scheme: str) -> None:
@@ -77,7 +78,9 @@ SHORT, LONG = [*range(0, 65537, 512)], [0, 10, 65536]
 
 @pytest.mark.parametrize(("bounds", "call", "scheme"), [
     (SHORT, {}, "gather"), (SHORT, {"kind": "zigzag"}, "gather"), (SHORT, {"heads_q": 6, "heads_kv": 1}, "gather"),
-    (SHORT, {"mods": ("score_mod",)}, "gather"), (SHORT, {"mods": ("dropout_p",), "heads_q": 6}, "gather"),
+    (SHORT, {"mods": ("score_mod",)}, "ulysses"), (SHORT, {"mods": ("bias",), "bias_shape": (1, 65536)}, "gather"),
+    (SHORT, {"mods": ("bias",), "bias_shape": (8, 1, 1)}, "ulysses"),
+    (SHORT, {"mods": ("dropout_p",), "heads_q": 6}, "gather"),
     (LONG, {}, "ulysses"), (LONG, {"heads_q": 6, "heads_kv": 1}, "ring"),
     (LONG, {"heads_q": 16, "heads_kv": 1}, "ring"),
     ([0, 16384, *range(16384, 65537, 4096)], {"kind": "contiguous"}, "ulysses"),  # one rank has most of the work
@@ -87,6 +90,14 @@ def test_packed_documents_are_fetched_where_that_takes_less_time(
 ) -> None:
     call = {"window": Window(None, 0), "heads_q": 8, "heads_kv": 8, "kind": "balanced"} | call
     assert choose(Layout(bounds, 4, call.pop("kind"), chunk=2048), **call) == scheme
+
+
+@pytest.mark.parametrize(("seqlen", "ranks"), [(4, 4), (3, 2), (12, 8), (2, 4)])
+def test_all_ranks_choose_alike_with_rows_of_a_bias(seqlen: int, ranks: int) -> None:
+    layout = Layout(seqlen, ranks)
+    shapes = [(rows, seqlen) for rows in layout.rows]
+    assert {choose(layout, Window(), 8, 8, ("bias",), shape) for shape in shapes} == {"gather"}
+    assert all(bias_lacks(layout, shape) for shape in shapes)
 
 
 def test_bad_plans_are_refused() -> None:

@@ -75,7 +75,11 @@ def refusals(rank: int, ranks: int) -> list[str]:
         ((q[:, :7], q, q), {"layout": layout}, f"q has 7 rows, but rank {rank} holds 8 of the layout"),
         ((q[0], q, q), {}, "q has 3 axes; give (batch, rows of this rank, heads, head_dim)"),
         ((q, q, q), {"scheme": "rings"}, "scheme='rings' is unknown; give one of 'auto', 'ring', 'ulysses', 'gather'"),
-        ((q, q, q), {"scheme": "ulysses"}, "3 query heads are no multiple of 2 ranks; give scheme='gather' or 'auto'"),
+        (
+            (q, q, q),
+            {"scheme": "ulysses"},
+            "3 query heads are no multiple of 2 ranks; give scheme='gather', 'ring' or 'auto'",
+        ),
         ((q, q, q), {"bias": q.new_zeros(8, 8)}, "(batch, heads_q, rows of this rank, seqlen)"),
         ((q, q, q), {"bias": [0.0]}, "bias is a list; give a torch tensor"),
         ((q, q, q), {"sinks": q.new_zeros(1)}, "sinks has shape (1,); give (3,)"),

@@ -126,6 +126,17 @@ def refusals(ranks: int) -> list[str]:
         ((q, q, q), {"layout": Layout(17, 2)}, "ranks hold 8 to 9 rows, but arrays of all devices have one shape"),
         ((q, q, q), {"scheme": "gather", "bias": q}, "bias has shape (1, 8, 3, 8); give one that broadcasts to"),
         ((q, q, q), {"sinks": q[0, 0, 0]}, "sinks has shape (8,); give (3,)"),
+        ((q, q, q), {"sinks": [1.0] * 3}, "sinks is a list"),
+        (
+            (q[:, :, :2],) * 3,
+            {"scheme": "ulysses", "bias": jnp.ones((8, 16))},
+            "a bias with rows of its own is sharded",
+        ),
+        (
+            (q[:, :, :2],) * 3,
+            {"scheme": "ulysses", "layout": Layout([0, 5, 16], 2, "contiguous"), "bias": jnp.ones(16)},
+            "a call over packed documents has no bias over the keys of all of them; give scheme='gather' or 'auto'",
+        ),
     ]
     for arrays, keywords, text in cases:
         call = functools.partial(attention, axis_name="context", **keywords)

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...distributed.calls import links_of
 from ...distributed.exchange import Link, exchange
 from ...distributed.layout import Kind, Layout
+from ...distributed.scheme import on_device
 from ...distributed.torch import groups_of
 from ...errors import ProblemError
 from ..torch.varlen import check_integers
@@ -158,5 +159,5 @@ def stripes_of(layout: Layout, rank: int, device: torch.device) -> Stripes:
     return Stripes(
         [*map(len, sent)],
         np.bincount(stripe_of_row, minlength=ranks).tolist(),
-        *(torch.from_numpy(x).to(device) for x in (*orders, *map(np.argsort, orders))),
+        *(on_device(x, device) for x in (*orders, *map(np.argsort, orders))),
     )
