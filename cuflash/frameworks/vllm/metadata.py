@@ -1,0 +1,155 @@
+"""Metadata of a batch: vLLM's arrays of lengths and pages as they are, for all layers of a cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens, split_decodes_and_prefills
+
+from ...errors import UnsupportedError
+
+KEYS_STEP = 1024  # bounds on keys are multiples: a bound that grew by one in each decode step would plan each step anew
+
+
+class Part(NamedTuple):
+    """Sequences of a batch that one call computes."""
+
+    tokens: slice
+    sequences: slice
+    query_start_loc: torch.Tensor
+    max_query_len: int
+
+
+@dataclass
+class Metadata(AttentionMetadata):  # type: ignore[misc]
+    """Metadata of a batch, under vLLM's names. max_seq_len: None for the width of the block table.
+
+    prefill: the tokens and sequences behind decodes that are computed in a second call, or None for one call.
+    context_lens: with decode context parallelism, the keys of this rank before the batch; max_context_len: its bound, 0
+    where no rank has any.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int | None
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool
+    prefill: Part | None = None
+    max_decode_len: int = 0
+    context_lens: torch.Tensor | None = None
+    max_context_len: int | None = 0
+
+    def parts(self) -> Iterator[Part]:
+        """Yields the calls of a layer: decodes and prefills apart, or all sequences together."""
+        if self.prefill is None:
+            yield Part(slice(self.num_actual_tokens), slice(None), self.query_start_loc, self.max_query_len)
+            return
+        tokens, sequences = self.prefill.tokens.start, self.prefill.sequences.start
+        yield Part(slice(tokens), slice(sequences), self.query_start_loc[: sequences + 1], self.max_decode_len)
+        yield self.prefill
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[type-arg,unused-ignore]
+    """Makes metadata without work on the host or copies, so a CUDA graph reads the lengths of each replay.
+
+    splits_decodes: True computes the decodes of a mixed batch in a call of their own, in which keys may be split
+    over thread blocks; then graphs hold uniform batches alone.
+    """
+
+    splits_decodes: ClassVar[bool] = False
+    supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        parallel = vllm_config.parallel_config
+        self.interleave = parallel.cp_kv_cache_interleave_size
+        self.ranks, self.rank = get_dcp_world_size_and_rank(getattr(kv_cache_spec, "dcp_sharded", False))
+        self._is_capturing = False
+        if self.splits_decodes:
+            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        if self.ranks > 1:  # one buffer for all batches: graphs keep its address
+            count = vllm_config.scheduler_config.max_num_seqs
+            self._context_lens = torch.zeros(count, dtype=torch.int32, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Returns ALWAYS: kernels read lengths on the GPU, and no bound is exceeded in a replay."""
+        return AttentionCGSupport.UNIFORM_BATCH if cls.splits_decodes else AttentionCGSupport.ALWAYS
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """Returns the metadata of a batch."""
+        common = common_attn_metadata
+        if isinstance(common.causal, torch.Tensor):
+            raise UnsupportedError(
+                "causal is a tensor with a flag for each sequence, but a call of cuflash is causal or not; take "
+                "--attention-backend FLASH_ATTN or FLEX_ATTENTION for this model"
+            )
+        for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
+            if getattr(common, name, None) is not None:
+                raise UnsupportedError(
+                    f"{name} was given, but the backend CUFLASH computes causal masks, windows and their absence; take "
+                    "--attention-backend TRITON_ATTN or FLEX_ATTENTION for this model"
+                )
+        metadata = Metadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=self._bound(common.max_seq_len),
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+        )
+        if self.ranks > 1:
+            self._add_context(metadata, common)
+        elif self.splits_decodes:
+            self._split(metadata, common)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        """Returns metadata whose bounds hold for all batches that may replay the graph."""
+        self._is_capturing = True
+        try:
+            return self.build(0, common_attn_metadata)
+        finally:
+            self._is_capturing = False
+
+    def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
+        """Returns metadata of the same batch in another cache group."""
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+    def _bound(self, length: int) -> int | None:
+        return None if self._is_capturing else -(-length // KEYS_STEP) * KEYS_STEP
+
+    def _split(self, metadata: Metadata, common: Any) -> None:
+        """Divides a batch that begins with decodes and ends with prefills, as `reorder_batch_threshold` makes it."""
+        threshold = self.reorder_batch_threshold or 1
+        decodes, prefills, tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
+        if decodes and prefills:
+            starts = common.query_start_loc[decodes:] - tokens
+            rows = slice(tokens, common.num_actual_tokens)
+            metadata.prefill = Part(rows, slice(decodes, None), starts, common.max_query_len)
+            metadata.max_decode_len = threshold
+
+    def _add_context(self, metadata: Metadata, common: Any) -> None:
+        """Adds lengths of this rank's part of the keys before the batch.
+
+        All ranks make the same choice for max_context_len, as all of them take part in the exchange.
+        """
+        count = common.seq_lens.shape[0]
+        context = common.seq_lens - common.query_start_loc.diff()
+        self._context_lens[:count] = get_dcp_local_seq_lens(context, self.ranks, self.rank, self.interleave)
+        metadata.context_lens = self._context_lens[:count]
+        bound, is_empty = common.seq_lens_cpu_upper_bound, False
+        if bound is not None and not self._is_capturing:
+            is_empty = not bool((bound[:count] > common.query_start_loc_cpu.diff()[:count]).any())
+        share = self.ranks * self.interleave
+        metadata.max_context_len = 0 if is_empty else self._bound(-(-common.max_seq_len // share) * self.interleave)
