@@ -39,7 +39,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", SIZES | {"sliding_window": 33}),
     "gemma2": (
         "Gemma2ForCausalLM",
-        SIZES | {"sliding_window": 48, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32},
+        SIZES
+        | {
+            "sliding_window": 48,
+            "attn_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+        },
     ),
     "gpt_oss": ("GptOssForCausalLM", SIZES | EXPERTS | {"sliding_window": 40}),
     "bert": ("BertModel", BERT),
@@ -59,7 +65,13 @@ def make(name: str, folder: Path) -> Path:
         for parameter, weight in model.named_parameters():
             if parameter.endswith("sinks"):
                 torch.nn.init.normal_(weight.data, 2.0)
+            elif name == "gemma2" and "embed_tokens" in parameter:
+                weight.data *= 0.1  # tied to the output: larger ones would repeat the last token
         model.save_pretrained(path)
+        if name == "bert":  # vLLM asks for the tokenizer of an encoder
+            words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(995))]
+            (path / "vocab.txt").write_text("\n".join(words), "utf-8")
+            (path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}', "utf-8")
     return path
 
 
@@ -67,16 +79,17 @@ def prompts() -> list[dict[str, list[int]]]:
     """Returns prompts of different lengths, and at last one with a prefix of another."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 1000, (length,), generator=generator).tolist() for length in LENGTHS]
-    return [{"prompt_token_ids": each} for each in [*ids, ids[3][:150] + [7, 8, 9]]]
+    return [{"prompt_token_ids": each} for each in [*ids, [*ids[3][:150], 7, 8, 9]]]
 
 
 def results(name: str, folder: Path) -> list[Any]:
     """Returns tokens and log-probabilities of each prompt; for an encoder no tokens, and its embedding."""
-    settings: dict[str, Any] = {"runner": "pooling"} if name == "bert" else {"enable_prefix_caching": True}
-    if name != "bert":
-        settings |= {"max_num_batched_tokens": 128}  # prompts of 200 tokens are computed in chunks
+    if name == "bert":
+        settings: dict[str, Any] = {"runner": "pooling"}
+    else:  # prompts of 200 tokens are computed in chunks
+        settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
     engine = LLM(
-        str(make(name, folder)), skip_tokenizer_init=True, dtype="float32", max_model_len=512, max_num_seqs=8,
+        str(make(name, folder)), dtype="float32", max_model_len=512, max_num_seqs=8,
         enforce_eager=True, seed=0, **settings,
     )  # fmt: skip
     if name == "bert":

@@ -25,7 +25,7 @@ INVARIANT = {"split_size": 128}
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
-class Implementation(AttentionImpl[Metadata]):  # type: ignore[type-arg,unused-ignore]
+class Implementation(AttentionImpl[Metadata]):
     """Attention of one layer. sliding_window: keys that are visible left and right of the diagonal, -1 for all.
 
     With decode context parallelism a rank's cache holds some of the keys. Its part of the attention is merged with
@@ -188,9 +188,10 @@ class Implementation(AttentionImpl[Metadata]):  # type: ignore[type-arg,unused-i
 
     def _check_ranks(self) -> None:
         if self.sliding_window[0] >= 0 or self.alibi_slopes is not None:
+            name = "ALiBi" if self.sliding_window[0] < 0 else "a sliding window"
             raise UnsupportedError(
-                f"the layer has {'ALiBi' if self.sliding_window[0] < 0 else 'a sliding window'}, but with decode context "
-                "parallelism the keys of a rank are not neighbours; set --decode-context-parallel-size 1"
+                f"the layer has {name}, but with decode context parallelism the keys of a rank are not neighbours; set "
+                "--decode-context-parallel-size 1"
             )
         config = get_current_vllm_config_or_none()
         is_a2a = config is not None and config.parallel_config.dcp_comm_backend == "a2a"

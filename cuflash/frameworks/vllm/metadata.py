@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Metadata(AttentionMetadata):  # type: ignore[misc]
+class Metadata(AttentionMetadata):
     """Metadata of a batch, under vLLM's names. max_seq_len: None for the width of the block table.
 
     prefill: the tokens and sequences behind decodes that are computed in a second call, or None for one call.
@@ -57,7 +57,7 @@ class Metadata(AttentionMetadata):  # type: ignore[misc]
         yield self.prefill
 
 
-class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[type-arg,unused-ignore]
+class Builder(AttentionMetadataBuilder[Metadata]):
     """Makes metadata without work on the host or copies, so a CUDA graph reads the lengths of each replay.
 
     splits_decodes: True computes the decodes of a mixed batch in a call of their own, in which keys may be split
