@@ -33,10 +33,13 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 BERT = {key: SIZES[key] for key in list(SIZES)[:4]} | {"vocab_size": 1000, "initializer_range": 0.3}
-# Class of transformers, and its configuration. Windows are shorter than most prompts.
+# Class of transformers, and its configuration. Windows are shorter than most prompts. gemma2 is the last: after drafts
+# have imported numba, no further engine starts in a process.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", SIZES),
     "mistral": ("MistralForCausalLM", SIZES | {"sliding_window": 33}),
+    "gpt_oss": ("GptOssForCausalLM", SIZES | EXPERTS | {"sliding_window": 40}),
+    "bert": ("BertModel", BERT),
     "gemma2": (
         "Gemma2ForCausalLM",
         SIZES
@@ -47,8 +50,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "gpt_oss": ("GptOssForCausalLM", SIZES | EXPERTS | {"sliding_window": 40}),
-    "bert": ("BertModel", BERT),
 }
 LENGTHS = (5, 17, 64, 200, 130)
 NEW_TOKENS = 16
@@ -88,6 +89,10 @@ def results(name: str, folder: Path) -> list[Any]:
         settings: dict[str, Any] = {"runner": "pooling"}
     else:  # prompts of 200 tokens are computed in chunks
         settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
+    if name == "gemma2":  # its output repeats itself, so tokens are drafted
+        settings["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2,
+        }  # fmt: skip
     engine = LLM(
         str(make(name, folder)), dtype="float32", max_model_len=512, max_num_seqs=8,
         enforce_eager=True, seed=0, **settings,
@@ -107,11 +112,11 @@ def results(name: str, folder: Path) -> list[Any]:
 
 
 def main(backend: str, path: str, *names: str) -> None:
-    """Runs the models, and writes results and the number of calls of cuflash to a file."""
+    """Runs the models, and writes results and numbers of calls to a file: all of cuflash, and those of drafts."""
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    calls = 0
+    calls = drafts = 0
     load_general_plugins()  # registers the name CUFLASH
     if backend != "CPU_ATTN":
         from cuflash.frameworks.vllm.implementation import Implementation
@@ -120,8 +125,9 @@ def main(backend: str, path: str, *names: str) -> None:
         forward, window = Implementation.forward, Implementation._window
 
         def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
+            nonlocal calls, drafts
             calls += 1
+            drafts += args[5] is not None and 2 <= args[5].max_query_len <= 4
             return forward(self, *args, **kwargs)
 
         def shifted(self: Any, causal: bool) -> tuple[int, int]:
@@ -132,7 +138,7 @@ def main(backend: str, path: str, *names: str) -> None:
         if backend == "SHIFTED":
             Implementation._window = shifted
     rows = {name: results(name, Path(path)) for name in names or MODELS}
-    Path(path, f"{backend}.json").write_text(json.dumps({"results": rows, "calls": calls}), "utf-8")
+    Path(path, f"{backend}.json").write_text(json.dumps({"results": rows, "calls": calls, "drafts": drafts}), "utf-8")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,11 +16,12 @@ KEYS_STEP = 1024  # bounds on keys are multiples: a bound that grew by one in ea
 
 
 class Part(NamedTuple):
-    """Sequences of a batch that one call computes."""
+    """Sequences of a batch that one call computes, and their rows of q."""
 
     tokens: slice
-    sequences: slice
     query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
     max_query_len: int
 
 
@@ -29,9 +29,9 @@ class Part(NamedTuple):
 class Metadata(AttentionMetadata):
     """Metadata of a batch, under vLLM's names. max_seq_len: None for the width of the block table.
 
-    prefill: the tokens and sequences behind decodes that are computed in a second call, or None for one call.
-    context_lens: with decode context parallelism, the keys of this rank before the batch; max_context_len: its bound, 0
-    where no rank has any.
+    num_decodes: the first sequences, if they are computed in a call of their own, and 0 otherwise. prefill_start_loc:
+    offsets of the others in their call. context_lens: with decode context parallelism, the keys of this rank before
+    the batch. max_context_len: their bound, 0 where no rank has any.
     """
 
     num_actual_tokens: int
@@ -42,19 +42,29 @@ class Metadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool
-    prefill: Part | None = None
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
     max_decode_len: int = 0
+    prefill_start_loc: torch.Tensor | None = None
     context_lens: torch.Tensor | None = None
     max_context_len: int | None = 0
+    _parts: list[Part] | None = field(default=None, init=False, repr=False)
 
-    def parts(self) -> Iterator[Part]:
-        """Yields the calls of a layer: decodes and prefills apart, or all sequences together."""
-        if self.prefill is None:
-            yield Part(slice(self.num_actual_tokens), slice(None), self.query_start_loc, self.max_query_len)
-            return
-        tokens, sequences = self.prefill.tokens.start, self.prefill.sequences.start
-        yield Part(slice(tokens), slice(sequences), self.query_start_loc[: sequences + 1], self.max_decode_len)
-        yield self.prefill
+    def parts(self) -> list[Part]:
+        """Returns the calls of a layer: all sequences together, or decodes and prefills apart."""
+        if self._parts is None:  # the first layer's: slices of tensors take 1 us each
+            count, tokens, rows = self.num_decodes, self.num_decode_tokens, self.num_actual_tokens
+            starts, lengths, table = self.query_start_loc, self.seq_lens, self.block_table
+            if self.prefill_start_loc is None:
+                self._parts = [Part(slice(rows), starts, lengths, table, self.max_query_len)]
+            else:
+                decodes = starts[: count + 1], lengths[:count], table[:count]
+                prefills = self.prefill_start_loc, lengths[count:], table[count:]
+                self._parts = [
+                    Part(slice(tokens), *decodes, self.max_decode_len),
+                    Part(slice(tokens, rows), *prefills, self.max_query_len),
+                ]
+        return self._parts
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -134,10 +144,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         threshold = self.reorder_batch_threshold or 1
         decodes, prefills, tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
         if decodes and prefills:
-            starts = common.query_start_loc[decodes:] - tokens
-            rows = slice(tokens, common.num_actual_tokens)
-            metadata.prefill = Part(rows, slice(decodes, None), starts, common.max_query_len)
-            metadata.max_decode_len = threshold
+            metadata.num_decodes, metadata.num_decode_tokens, metadata.max_decode_len = decodes, tokens, threshold
+            metadata.prefill_start_loc = common.query_start_loc[decodes:] - tokens
 
     def _add_context(self, metadata: Metadata, common: Any) -> None:
         """Adds lengths of this rank's part of the keys before the batch.
