@@ -64,6 +64,7 @@ def test_all_pages_are_there_and_hold_code() -> None:
         "limits",
         "mods",
         "performance",
+        "serving",
         "troubleshooting",
         "varlen",
     }

@@ -70,6 +70,7 @@ def test_the_wheel_is_pure_small_and_carries_the_sources(built: Path) -> None:
     assert {f"cuflash/{name}" for name in SOURCES} <= names
     assert {"cuflash/kernels_cu/common/config.cuh", "cuflash/py.typed", "cuflash/reference/flash2.py"} <= names
     outside = {name.split("/")[0] for name in names} - {"cuflash"}
+    outside.remove("cuflash_vllm.py")  # the entry point of vLLM's plugins
     assert len(outside) == 1
     assert outside.pop().endswith(".dist-info")
     assert not [name for name in names if name.endswith((".pyc", ".so", ".cubin", ".csv"))]
@@ -139,3 +140,4 @@ def test_an_editable_install_finds_the_sources_of_the_checkout(built: Path, tmp_
     start = first + f"sys.path[:] = [p for p in sys.path if p not in old] + old; {WHERE}"
     package, root = run("-c", start, cwd=tmp_path).split()
     assert (Path(package).parent, Path(root)) == (checkout / "cuflash", checkout / "kernels_cu")
+    assert (target / "cuflash_vllm.py").is_file()

@@ -91,6 +91,8 @@ TESTED_ELSEWHERE = {
     "frameworks/torch/varlen": "frameworks/test_torch_sequences.py",
     "frameworks/transformers/mask_mod": "frameworks/test_transformers_masks.py",
     "frameworks/transformers/masks": "frameworks/test_transformers_packed.py",
+    **dict.fromkeys((f"frameworks/vllm/{name}" for name in ("backend", "implementation", "metadata")),
+                    "frameworks/test_vllm.py"),
     **dict.fromkeys((f"frameworks/flash_attn{name}_interface" for name in ("", "_3")), "frameworks/test_flash_attn.py"),
 }  # fmt: skip
 TOP_LEVEL = {"pyproject.toml", "README.md", "cuflash", "kernels_cu", "tests", "examples", "LICENSE", "CHANGELOG.md"}

