@@ -71,6 +71,8 @@ TESTED_ELSEWHERE = {
                     "frameworks/test_flash_attn.py"),
     **dict.fromkeys((f"frameworks/ring_flash_attn/{name}" for name in ("adapters", "call", "rows")),
                     "frameworks/test_ring_flash_attn.py"),
+    **dict.fromkeys((f"frameworks/sglang/{name}" for name in ("backend", "checks", "metadata")),
+                    "frameworks/test_sglang.py"),
     "frameworks/flash_attn/kvcache": "frameworks/test_flash_attn_cache.py",
     "frameworks/flash_attn/v2_private": "frameworks/test_flash_attn_private.py",
     "frameworks/flash_attn/v3_private": "frameworks/test_flash_attn_3_private.py",
@@ -93,7 +95,17 @@ TESTED_ELSEWHERE = {
     "frameworks/transformers/masks": "frameworks/test_transformers_packed.py",
     **dict.fromkeys((f"frameworks/flash_attn{name}_interface" for name in ("", "_3")), "frameworks/test_flash_attn.py"),
 }  # fmt: skip
-TOP_LEVEL = {"pyproject.toml", "README.md", "cuflash", "kernels_cu", "tests", "examples", "LICENSE", "CHANGELOG.md"}
+TOP_LEVEL = {
+    "pyproject.toml",
+    "README.md",
+    "cuflash",
+    "cuflash_sglang.py",
+    "kernels_cu",
+    "tests",
+    "examples",
+    "LICENSE",
+    "CHANGELOG.md",
+}
 NAMES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 SOURCES = sorted(path for path in KERNELS.rglob("*") if path.suffix in (".cu", ".cuh"))
 INCLUDE = re.compile(r"^\s*#\s*include\s+(\S+)", re.MULTILINE)
