@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import traceback
@@ -12,6 +13,7 @@ import unittest
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import sglang_stand_ins
@@ -23,6 +25,7 @@ import torch
 import cuflash_sglang
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks.sglang import backend as backend_module
+from cuflash.frameworks.sglang import checks
 
 cuflash_sglang.register()
 
@@ -140,6 +143,11 @@ class Setup:
             setattr(getattr(runner, owner) if owner else runner, name, value)
         return backend_module.Backend(runner)
 
+    def replay(self) -> None:
+        """From now on, batches run as in a graph of up to four sequences."""
+        self.backend.init_cuda_graph_state(4, 4)
+        self.backend.init_forward_metadata = self.backend.init_forward_metadata_out_graph
+
     def run(self, **keywords: Any) -> Any:
         self.backend.init_forward_metadata(self.batch)
         return self.backend.forward(self.q, self.k, self.v, self.layer, self.batch, **keywords)
@@ -183,8 +191,7 @@ def check_options(case: Any, graph: bool = False) -> None:
     setup = Setup(case)
     setup.layer.logit_cap, sinks = 2.0, torch.randn(4)
     if graph:
-        setup.backend.init_cuda_graph_state(4, 4)
-        setup.backend.init_forward_metadata = setup.backend.init_forward_metadata_out_graph
+        setup.replay()
     out, lse = setup.run(sinks=sinks, return_lse=True)
     expected, expected_lse = setup.expected(softcap=2.0, sinks=sinks)
     compare(out, expected)
@@ -207,7 +214,7 @@ def check_both_sides(kind: str) -> None:
     compare(out, setup.expected(slots)[0])
 
 
-def check_encoder(case: Any) -> None:
+def check_encoder(case: Any, graph: bool = False) -> None:
     """A decoder with cross attention: slots of a request are of its encoder, then of its text."""
     setup = Setup(case, model_config__is_encoder_decoder=True)
     encoder_lens, text = (5, 0, 9)[: case.batch_size], setup.table[:, :40].clone()
@@ -218,6 +225,8 @@ def check_encoder(case: Any) -> None:
         setup.table[row, :count] = slots.to(torch.int32)
         setup.table[row, count : count + 40] = text[row]
     setup.batch.encoder_lens = torch.tensor(encoder_lens)
+    if graph:
+        setup.replay()
     out = setup.run()
     setup.table[:, :40] = text
     compare(out, setup.expected()[0])
@@ -246,9 +255,14 @@ def check_window_pool(case: Any, graph: bool = False) -> None:
     for cache, x in zip(pool.get_kv_buffer(0), keys, strict=True):
         cache[slots] = x
     if graph:
-        setup.backend.init_cuda_graph_state(4, 4)
-        setup.backend.init_forward_metadata = setup.backend.init_forward_metadata_out_graph
+        setup.replay()
+        # A longer batch before, whose slots must not stay behind the new ones.
+        setup.batch.out_cache_loc, locations = torch.full((4,), 33), setup.batch.out_cache_loc
+        setup.backend.init_forward_metadata(setup.batch)
+        setup.batch.out_cache_loc = locations
     out = setup.run()
+    if graph:
+        assert setup.backend.graph_buffers._buffers["window_slots"][3:].tolist() == [0]
     setup.pool, setup.table = pool, slots
     compare(out, setup.expected(window=6)[0])
 
@@ -313,6 +327,22 @@ def check_refused_call(words: str, change: Callable[[Setup], dict[str, Any]], ca
         setup.run(**keywords)
 
 
+def check_command_line() -> None:
+    """SGLang's command line takes the name."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    arguments = parser.parse_args(["--model-path", "none", "--attention-backend", "cuflash"])
+    assert arguments.attention_backend == "cuflash"
+
+
+def check_refused_option(words: str, name: str, **values: Any) -> None:
+    """An option that the backend does not serve. name: SGLang's function that returns it."""
+    with mock.patch.object(checks, name, return_value=SimpleNamespace(**values)):
+        check_refused(words)
+
+
 def of_batch(**values: Any) -> Callable[[Setup], None]:
     """Returns a change of the batch."""
     return lambda setup: [setattr(setup.batch, name, value) for name, value in values.items()] and None
@@ -331,6 +361,7 @@ def further() -> Iterator[tuple[str, Case]]:
         yield f"window_pool_{case.name}", lambda case=case: check_window_pool(case)
     yield "options_graph", lambda: check_options(DECODE, graph=True)
     yield "window_pool_graph", lambda: check_window_pool(DECODE, graph=True)
+    yield "encoder_graph", lambda: check_encoder(DECODE, graph=True)
     yield "without_host_lengths", check_without_host_lengths
     for kind in ("ENCODER_ONLY", "DECODER_BIDIRECTIONAL"):
         yield f"both_sides_{kind}", lambda kind=kind: check_both_sides(kind)
@@ -345,6 +376,18 @@ def further() -> Iterator[tuple[str, Case]]:
     }
     for words, changes in refused.items():
         yield f"refused_{words}", lambda words=words, changes=changes: check_refused(words, **changes)
+    ranks = {"attn_dcp_size": 1, "attn_cp_size": 1}
+    options: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("--dcp-size is 2", "get_parallel", ranks | {"attn_dcp_size": 2}),
+        ("--attn-cp-size is 2", "get_parallel", ranks | {"attn_cp_size": 2}),
+        ("speculative_eagle_topk=4", "get_spec", {"speculative_eagle_topk": 4}),
+    )
+    for words, name, values in options:
+        yield (
+            f"refused_{words}",
+            lambda words=words, name=name, values=values: check_refused_option(words, name, **values),
+        )
+    yield "command_line", check_command_line
     tree = SimpleNamespace(topk=2, draft_token_num=3)
     calls = (
         ("--speculative-eagle-topk 1", of_batch(forward_mode=ForwardMode.TARGET_VERIFY, spec_info=tree), EXTEND),
@@ -368,7 +411,7 @@ def error_of(name: str, run: Case) -> str | None:
     try:
         with torch.no_grad():  # the cache of the CPU would record gradients
             run()
-        assert calls or name.startswith("refused"), "cuflash.forward was not called"
+        assert calls or name.startswith(("refused", "command")), "cuflash.forward was not called"
     except Exception:
         return "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
     finally:

@@ -66,10 +66,7 @@ class Backend(AttentionBackend):
         """
         if self.graph_buffers is None:
             raise ProblemError("a CUDA graph needs arrays; call init_cuda_graph_state first")
-        if forward_batch.forward_mode.is_idle():
-            self.forward_metadata = None
-        else:
-            self.forward_metadata = self.graph_buffers.fill(self.pages.metadata(forward_batch, in_graph=True))
+        self.forward_metadata = self.graph_buffers.fill(self.pages.metadata(forward_batch, in_graph=True))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Returns the length of sequences that pad a batch to the size of a graph."""

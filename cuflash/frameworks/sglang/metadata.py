@@ -48,7 +48,7 @@ def lengths_of(batch: Any, capacity: int, in_graph: bool) -> Lengths:
     Nothing is read from the device. Draft tokens to verify count as keys, and are not in `seq_lens` yet.
     """
     mode, count, spec = batch.forward_mode, batch.batch_size, batch.spec_info
-    seqlens_k = batch.seq_lens[:count]
+    seqlens_k, tokens = batch.seq_lens[:count], batch.positions.numel()
     if mode.is_dllm_extend():
         raise UnsupportedError("diffusion models decode blocks (DLLM_EXTEND); choose another --attention-backend")
     width = 0  # queries of each sequence, if all have the same number
@@ -58,10 +58,11 @@ def lengths_of(batch: Any, capacity: int, in_graph: bool) -> Lengths:
             raise UnsupportedError(
                 "draft tokens differ in number between sequences (ragged_verify_layout); use fixed ones"
             )
-        width = spec.draft_token_num
+        # In a graph, a rank without sequences may have no draft tokens, but has as many rows as were captured.
+        width = tokens // count if in_graph else spec.draft_token_num
         seqlens_k = seqlens_k + width
-    elif mode.is_decode():
-        if spec is not None:
+    elif mode.is_decode_or_idle():
+        if spec is not None and mode.is_decode():
             raise UnsupportedError(
                 "SGLang drafts tokens step by step with this backend, but cuflash verifies them only; give "
                 "--speculative-draft-attention-backend triton"
@@ -78,7 +79,6 @@ def lengths_of(batch: Any, capacity: int, in_graph: bool) -> Lengths:
         return Lengths(bounds, width, seqlens_k, longest)
     bounds = torch.nn.functional.pad(batch.extend_seq_lens[:count].cumsum(0, dtype=torch.int32), (1, 0))
     seqlens_q_cpu = None if in_graph else batch.extend_seq_lens_cpu
-    tokens = batch.input_ids.numel()
     most = tokens // count if in_graph else tokens if seqlens_q_cpu is None else max(seqlens_q_cpu)
     return Lengths(bounds, most, seqlens_k, longest)
 
@@ -156,7 +156,9 @@ class GraphBuffers:
             side: self._fill_keys(side, keys) for side in _SIDES if (keys := getattr(metadata, side)) is not None
         }
         if metadata.window_slots is not None:
-            fields["window_slots"] = self._copy("window_slots", metadata.window_slots)
+            fields["window_slots"] = slots = self._copy("window_slots", metadata.window_slots)
+            # Rows that pad a batch write to slot 0, which holds no token.
+            self._buffers["window_slots"][len(slots) :].zero_()
         return metadata._replace(cu_seqlens_q=self._copy("cu_seqlens_q", metadata.cu_seqlens_q), **fields)
 
     def _fill_keys(self, side: str, keys: Keys) -> Keys:
