@@ -90,7 +90,7 @@ OF_PYTHON = {
 }
 FAMILIES = (
     Family(r"Ragged\w*|kLengths|for_lengths", "Varlen*, kVarlen, for_varlen"),
-    Family(r"ragged(?!_paged_attention)\w*", "varlen"),
+    Family(r"ragged(?!_paged_attention|_verify_layout)\w*", "varlen"),
     Family(r"[Tt]erritor(y|ies)", "RowSlots, row_slots"),
     Family(r"OF_SEQUENCES|is_of_sequences|TOLD|is_told", "VARLEN_OPS, is_varlen, VARLEN_ARGS, has_varlen_args"),
     Family(r"is_kept", "is_cacheable", scope=PYTHON, allowed=OF_DROPOUT),

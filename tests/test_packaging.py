@@ -23,7 +23,16 @@ for _module in ("build", "hatchling", "pip"):
     if find_spec(_module) is None:
         pytest.skip(f"needs {_module}: pip install -e .[test]", allow_module_level=True)
 SOURCES = {path.relative_to(ROOT).as_posix() for path in KERNELS.rglob("*") if path.suffix in (".cu", ".cuh")}
-PARTS = ("cuflash", "kernels_cu", "tests", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
+PARTS = (
+    "cuflash",
+    "kernels_cu",
+    "tests",
+    "examples",
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 WHERE = "import cuflash; from cuflash.runtime import compiler; print(cuflash.__file__); print(compiler.source_root())"
 
@@ -70,7 +79,7 @@ def test_the_wheel_is_pure_small_and_carries_the_sources(built: Path) -> None:
     assert {f"cuflash/{name}" for name in SOURCES} <= names
     assert {"cuflash/kernels_cu/common/config.cuh", "cuflash/py.typed", "cuflash/reference/flash2.py"} <= names
     outside = {name.split("/")[0] for name in names} - {"cuflash"}
-    outside.remove("cuflash_vllm.py")  # the entry point of vLLM's plugins
+    outside -= {"cuflash_sglang.py", "cuflash_vllm.py"}  # entry points of serving engines
     assert len(outside) == 1
     assert outside.pop().endswith(".dist-info")
     assert not [name for name in names if name.endswith((".pyc", ".so", ".cubin", ".csv"))]
@@ -140,4 +149,4 @@ def test_an_editable_install_finds_the_sources_of_the_checkout(built: Path, tmp_
     start = first + f"sys.path[:] = [p for p in sys.path if p not in old] + old; {WHERE}"
     package, root = run("-c", start, cwd=tmp_path).split()
     assert (Path(package).parent, Path(root)) == (checkout / "cuflash", checkout / "kernels_cu")
-    assert (target / "cuflash_vllm.py").is_file()
+    assert all((target / f"cuflash_{engine}.py").is_file() for engine in ("sglang", "vllm"))
