@@ -220,7 +220,7 @@ ALLOWED = {
     "mods/tracing/tracers": {"torch", "numpy"},
     "mods/tracing/capture": {"torch"},
     # Context parallelism is that of torch.distributed and of JAX.
-    **{f"distributed/{name}": {"torch"} for name in ("calls", "exchange", "gather", "lengths", "ops", "regions")},
+    **{f"distributed/{name}": {"torch"} for name in ("calls", "exchange", "gather", "ops", "regions")},
     **{f"distributed/{name}": {"torch"} for name in ("ring", "scheme", "torch", "ulysses")},
     "distributed/__init__": {"torch"}, "distributed/layout": {"torch"}, "distributed/jax": {"jax"},
     "problem/array_spec": {"numpy"},  # default of a spec without an array

@@ -94,6 +94,8 @@ def representatives(arch: str, table: Any = ONE_OF_EACH_KERNEL) -> list[Variant]
     for *what, changes in table:
         if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
             continue
+        if "accumulate" in changes and arch != "sm_90":  # as in `variants`
+            continue
         kernels[variant_of(*what, DEVICES[arch], **changes)] = None
     return list(kernels)
 

@@ -303,6 +303,16 @@ def check_long_replay() -> None:
     compare(out, setup.expected()[0])
 
 
+def check_bounds() -> None:
+    """One more token leaves the bound on keys as it is, so that the next decode step is planned already."""
+    setup, bounds = Setup(DECODE), set()
+    for more in (0, 1):
+        setup.batch.seq_lens_cpu = torch.tensor([15, 16, 17]) + more
+        bounds.add(setup.backend.pages.metadata(setup.batch, in_graph=False).keys.max_seqlen)
+    assert len(bounds) == 1
+    assert bounds.pop() >= 18
+
+
 def check_idle() -> None:
     """A rank without sequences returns as many rows as it gets."""
     setup = Setup(EXTEND)
@@ -367,6 +377,7 @@ def further() -> Iterator[tuple[str, Case]]:
         yield f"both_sides_{kind}", lambda kind=kind: check_both_sides(kind)
     yield "repeatable", check_repeatable
     yield "long_replay", check_long_replay
+    yield "bounds", check_bounds
     yield "idle", check_idle
     refused: dict[str, dict[str, Any]] = {
         "MLA": {"model_config__attention_arch": AttentionArch.MLA},
@@ -411,7 +422,7 @@ def error_of(name: str, run: Case) -> str | None:
     try:
         with torch.no_grad():  # the cache of the CPU would record gradients
             run()
-        assert calls or name.startswith(("refused", "command")), "cuflash.forward was not called"
+        assert calls or name.startswith(("refused", "command", "bounds")), "cuflash.forward was not called"
     except Exception:
         return "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
     finally:

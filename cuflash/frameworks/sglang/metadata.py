@@ -9,6 +9,8 @@ import torch
 from ...errors import ProblemError, UnsupportedError
 from .checks import check_topk
 
+KEYS_STEP = 1024  # bounds on keys are multiples: a bound that grew in each decode step would plan each step anew
+
 
 class Keys(NamedTuple):
     """Keys of each sequence: their number, its upper bound, their pages, and the keys of a page."""
@@ -71,9 +73,10 @@ def lengths_of(batch: Any, capacity: int, in_graph: bool) -> Lengths:
     elif not mode.is_extend(include_draft_extend_v2=True):
         raise UnsupportedError(f"the batch has forward mode {mode.name}; cuflash serves decode, extend and verify")
     seqlens_cpu = None if in_graph else batch.seq_lens_cpu
-    longest = (
-        capacity if seqlens_cpu is None else min(capacity, int(seqlens_cpu.max()) + mode.is_target_verify() * width)
-    )
+    longest = capacity
+    if seqlens_cpu is not None:
+        longest = int(seqlens_cpu.max()) + mode.is_target_verify() * width
+        longest = min(capacity, -(-longest // KEYS_STEP) * KEYS_STEP)
     if width:
         bounds = torch.arange(0, (count + 1) * width, width, dtype=torch.int32, device=seqlens_k.device)
         return Lengths(bounds, width, seqlens_k, longest)
