@@ -11,7 +11,8 @@ from .rectangles import Window, local_pairs, num_fetched, visible_pairs
 
 Scheme = Literal["auto", "ring", "ulysses", "gather"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
-INDEXED = frozenset(("score_mod", "mask_mod", "bias", "dropout_p"))  # arguments that depend on indices
+FUNCTIONS = frozenset(("score_mod", "mask_mod", "bias"))
+INDEXED = FUNCTIONS | {"dropout_p"}  # arguments that depend on indices
 # Scores of one head that a GPU computes while its link carries a row of one head in 16 bits, of equal head dims: 4 dim
 # operations of 722 TFLOP/s beside 2 dim bytes of 300 GB/s (H200).
 SCORES_PER_ROW = 1200
@@ -51,15 +52,17 @@ def choose(
     heads_kv: int,
     mods: Collection[str] = (),
     bias_shape: Sequence[int] | None = None,
+    not_by_ring: frozenset[str] = FUNCTIONS,
 ) -> Scheme:
     """Returns the scheme for a call: one that can run it, and sends least or takes least time where several can.
 
-    mods: names of the call's mods, and "dropout_p". bias_shape: that of this rank.
+    mods: names of the call's mods, and "dropout_p". bias_shape: that of this rank. not_by_ring: names of mods for which
+    a ring is not taken.
     """
     is_ulysses = not (ulysses_lacks(heads_q, layout.ranks) or bias_lacks(layout, bias_shape))
     # With indices, "ulysses" is one call; "gather" has one for each document, and a ring for each rectangle.
     has_indices = not INDEXED.isdisjoint(mods)
-    if window.left is not None or (has_indices and not is_ulysses):
+    if window.left is not None or not (is_ulysses or not_by_ring.isdisjoint(mods)):
         return "gather"
     # Heads that a rank sends of each of its rows in forward: of q, k, v and out, and of k and v to every other rank.
     by_ulysses = 2 * (heads_q + max(heads_kv, layout.ranks)) * (layout.ranks - 1) / layout.ranks

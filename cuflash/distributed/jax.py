@@ -22,7 +22,7 @@ from ..frameworks.jax.call import static_of
 from ..frameworks.jax.mods import check_seed
 from ..frameworks.jax.primitives import backward, checked_array
 from ..problem.options import Options, WindowSize, check_dropout, check_flag, check_window, is_zero
-from .choice import SCHEMES, Scheme, bias_lacks, choose, kv_copies, ulysses_lacks
+from .choice import INDEXED, SCHEMES, Scheme, bias_lacks, choose, kv_copies, ulysses_lacks
 from .layout import Layout
 from .lengths import with_length
 from .rectangles import Piece, Range, Rectangle, Window, needed_keys, pieces_of, rectangles
@@ -166,7 +166,7 @@ def attention(
         check_seed(dropout_seed)
     bias_shape = None if bias is None else bias.shape
     if scheme == "auto":
-        scheme = choose(layout, call.window, q.shape[2], k.shape[2], mods, bias_shape)
+        scheme = choose(layout, call.window, q.shape[2], k.shape[2], mods, bias_shape, not_by_ring=INDEXED)
     if mods and scheme == "ring":
         names = ", ".join(name for name in mods if name != "dropout_seed")
         raise UnsupportedError(f"scheme='ring' has no {names} in JAX; give scheme='gather', 'ulysses' or 'auto'")

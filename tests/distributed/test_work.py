@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuflash import ProblemError
 from cuflash.distributed import Layout, plan
-from cuflash.distributed.choice import bias_lacks, choose
+from cuflash.distributed.choice import INDEXED, bias_lacks, choose
 from cuflash.distributed.layout import KINDS
 from cuflash.distributed.rectangles import Window
 
@@ -66,7 +66,9 @@ def test_the_bytes_of_a_window_do_not_grow_with_the_ranks() -> None:
     ({"window": Window(100, 0)}, "gather"), ({"mods": ("score_mod",)}, "ulysses"),
     ({"mods": ("score_mod",), "heads_q": 6}, "gather"), ({"mods": ("bias",), "bias_shape": (1024, 4096)}, "gather"),
     ({"mods": ("bias",), "bias_shape": (1, 4096)}, "ulysses"),
-    ({"mods": ("sinks",), "heads_q": 6}, "ring"),
+    ({"mods": ("sinks",), "heads_q": 6}, "ring"), ({"mods": ("dropout_p",), "heads_q": 6}, "ring"),
+    ({"mods": ("dropout_p",), "heads_q": 6, "not_by_ring": INDEXED}, "gather"),
+    ({"mods": ("dropout_p",), "heads_q": 16, "heads_kv": 1}, "ulysses"),
 ])  # fmt: skip
 def test_a_scheme_is_chosen_by_options_and_bytes(call: dict[str, Any], scheme: str) -> None:
     arguments = {"window": Window(None, 0), "heads_q": 8, "heads_kv": 8} | call
@@ -80,7 +82,7 @@ SHORT, LONG = [*range(0, 65537, 512)], [0, 10, 65536]
     (SHORT, {}, "gather"), (SHORT, {"kind": "zigzag"}, "gather"), (SHORT, {"heads_q": 6, "heads_kv": 1}, "gather"),
     (SHORT, {"mods": ("score_mod",)}, "ulysses"), (SHORT, {"mods": ("bias",), "bias_shape": (1, 65536)}, "gather"),
     (SHORT, {"mods": ("bias",), "bias_shape": (8, 1, 1)}, "ulysses"),
-    (SHORT, {"mods": ("dropout_p",), "heads_q": 6}, "gather"),
+    (SHORT, {"mods": ("dropout_p",), "heads_q": 6, "not_by_ring": INDEXED}, "gather"),
     (LONG, {}, "ulysses"), (LONG, {"heads_q": 6, "heads_kv": 1}, "ring"),
     (LONG, {"heads_q": 16, "heads_kv": 1}, "ring"),
     ([0, 16384, *range(16384, 65537, 4096)], {"kind": "contiguous"}, "ulysses"),  # one rank has most of the work
