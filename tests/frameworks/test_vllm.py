@@ -23,6 +23,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 
 from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.frameworks.serving import KEYS_STEP
 from cuflash.frameworks.vllm import Backend, implementation, metadata
 from cuflash.frameworks.vllm.implementation import Implementation
 from cuflash.frameworks.vllm.metadata import Builder
@@ -236,7 +237,7 @@ def test_mixed_batch_is_split_where_prefills_begin(monkeypatch: pytest.MonkeyPat
     assert [call["cu_seqlens_q"].tolist() for _, call in calls] == [[0, 1, 2], [0, 3, 10]]
     calls.clear()
     Batch(*MIXED).run(layer_of())
-    assert [(rows, call["max_seqlen_k"]) for rows, call in calls] == [(12, metadata.KEYS_STEP)]
+    assert [(rows, call["max_seqlen_k"]) for rows, call in calls] == [(12, KEYS_STEP)]
 
 
 def test_layer_of_bfloat16_and_alibi() -> None:
@@ -301,7 +302,7 @@ def test_ranks_that_share_a_cache_have_the_results_of_one(contexts: list[int], m
         impl.dcp_world_size = ranks
         impl._check_ranks()
         data = build_of(ranks).build(0, batch.common)
-        assert data.max_context_len == (metadata.KEYS_STEP if any(contexts) else 0)
+        assert data.max_context_len == (KEYS_STEP if any(contexts) else 0)
         batch.fill(impl, [list(range(rank, n, ranks)) for n in contexts])
         out = torch.full_like(batch.q[:, mine], torch.nan)
         impl.forward(None, batch.q[:, mine], *batch.new(), batch.cache, data, out)
@@ -324,8 +325,8 @@ def test_graphs_are_captured_with_open_bounds() -> None:
     batch, builder = Batch(*MIXED), build_of(mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     data = builder.build_for_cudagraph_capture(batch.common)
     assert data.max_seq_len is builder.build(0, batch.common).max_seq_len is None  # also in the run before a capture
-    assert builder.build(0, batch.common.replace(num_actual_tokens=17)).max_seq_len == metadata.KEYS_STEP
-    assert build_of(mode=CUDAGraphMode.PIECEWISE).build(0, batch.common).max_seq_len == metadata.KEYS_STEP
+    assert builder.build(0, batch.common.replace(num_actual_tokens=17)).max_seq_len == KEYS_STEP
+    assert build_of(mode=CUDAGraphMode.PIECEWISE).build(0, batch.common).max_seq_len == KEYS_STEP
     other = builder.update_block_table(data, batch.table + 1, batch.common.slot_mapping)
     assert (other.block_table - data.block_table == 1).all()
     assert other.seq_lens is data.seq_lens is batch.common.seq_lens

@@ -13,10 +13,9 @@ from sglang.srt.runtime_context import get_exec
 
 from ...errors import ProblemError
 from ...ops.forward import forward
+from ..serving import SPLIT_SIZE
 from .checks import check_keywords, check_layer, check_runner
 from .metadata import GraphBuffers, Keys, Metadata, Pages
-
-SPLIT_SIZE = 128  # of repeatable inference: bits of a row depend on its q, keys and values alone
 
 
 class Backend(AttentionBackend):

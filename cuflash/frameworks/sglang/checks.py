@@ -9,8 +9,8 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from ...errors import UnsupportedError
+from ..serving import MAX_HEAD_DIM
 
-MAX_HEAD_DIM = 256
 OTHER = "choose another --attention-backend"
 
 

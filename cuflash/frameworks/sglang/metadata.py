@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import ProblemError, UnsupportedError
+from ..serving import bound_of_keys
 from .checks import check_topk
-
-KEYS_STEP = 1024  # bounds on keys are multiples: a bound that grew in each decode step would plan each step anew
 
 
 class Keys(NamedTuple):
@@ -76,7 +75,7 @@ def lengths_of(batch: Any, capacity: int, in_graph: bool) -> Lengths:
     longest = capacity
     if seqlens_cpu is not None:
         longest = int(seqlens_cpu.max()) + mode.is_target_verify() * width
-        longest = min(capacity, -(-longest // KEYS_STEP) * KEYS_STEP)
+        longest = min(capacity, bound_of_keys(longest))
     if width:
         bounds = torch.arange(0, (count + 1) * width, width, dtype=torch.int32, device=seqlens_k.device)
         return Lengths(bounds, width, seqlens_k, longest)

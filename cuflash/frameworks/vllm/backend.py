@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
-from .implementation import KV_CACHE_DTYPES, MAX_HEAD_SIZE, Implementation
+from ..serving import MAX_HEAD_DIM
+from .implementation import KV_CACHE_DTYPES, Implementation
 from .metadata import Builder
 
 _DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -48,7 +49,7 @@ class Backend(AttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """True for head dims of which all features have kernels."""
-        return 0 < head_size <= MAX_HEAD_SIZE
+        return 0 < head_size <= MAX_HEAD_DIM
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

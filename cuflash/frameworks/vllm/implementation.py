@@ -16,12 +16,10 @@ from ... import mods
 from ...errors import ProblemError, UnsupportedError
 from ...ops.forward import forward
 from ...ops.merge import merge_states
+from ..serving import MAX_HEAD_DIM, SPLIT_SIZE
 from .metadata import Metadata
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
-MAX_HEAD_SIZE = 256
-# With a split_size, the bits of a row do not depend on the batch.
-INVARIANT = {"split_size": 128}
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -54,9 +52,9 @@ class Implementation(AttentionImpl[Metadata]):
                 f"kv_cache_dtype is {kv_cache_dtype}, but cuflash reads caches of 16 or 32 bits, "
                 f"{', '.join(KV_CACHE_DTYPES)}; leave --kv-cache-dtype at auto, or take another backend"
             )
-        if head_size > MAX_HEAD_SIZE:
+        if head_size > MAX_HEAD_DIM:
             raise UnsupportedError(
-                f"head_size is {head_size}, but CUFLASH has at most {MAX_HEAD_SIZE}; leave out --attention-backend, "
+                f"head_size is {head_size}, but CUFLASH has at most {MAX_HEAD_DIM}; leave out --attention-backend, "
                 "and vLLM takes another"
             )
         self.num_heads = num_heads
@@ -74,7 +72,7 @@ class Implementation(AttentionImpl[Metadata]):
         self._is_encoder = attn_type in _ENCODERS
         self._options: dict[str, Any] = {"softmax_scale": self.scale, "softcap": self.logits_soft_cap}
         if envs.VLLM_BATCH_INVARIANT:
-            self._options |= INVARIANT
+            self._options["split_size"] = SPLIT_SIZE
         self._mods: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
         if self.dcp_world_size > 1:
             self._check_ranks()

@@ -11,8 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens, split_decodes_and_prefills
 
 from ...errors import UnsupportedError
-
-KEYS_STEP = 1024  # bounds on keys are multiples: a bound that grew by one in each decode step would plan each step anew
+from ..serving import bound_of_keys
 
 
 class Part(NamedTuple):
@@ -135,7 +134,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return bool(common.num_actual_tokens <= (compilation.max_cudagraph_capture_size or 0))
 
     def _bound(self, length: int, common: Any) -> int | None:
-        return None if self._in_graph(common) else -(-length // KEYS_STEP) * KEYS_STEP
+        return None if self._in_graph(common) else bound_of_keys(length)
 
     def _split(self, metadata: Metadata, common: Any) -> None:
         """Divides a batch that begins with decodes and ends with prefills, as `reorder_batch_threshold` makes it."""
