@@ -71,6 +71,8 @@ TESTED_ELSEWHERE = {
                     "frameworks/test_flash_attn.py"),
     **dict.fromkeys((f"frameworks/ring_flash_attn/{name}" for name in ("adapters", "call", "rows")),
                     "frameworks/test_ring_flash_attn.py"),
+    **dict.fromkeys((f"distributed/jax/{name}" for name in ("call", "gather", "ring", "ulysses")),
+                    "distributed/test_jax.py"),
     **dict.fromkeys((f"frameworks/sglang/{name}" for name in ("backend", "checks", "metadata", "plugin")),
                     "frameworks/test_sglang.py"),
     "frameworks/flash_attn/kvcache": "frameworks/test_flash_attn_cache.py",

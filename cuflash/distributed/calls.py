@@ -90,13 +90,14 @@ def _call(
         check_flag("deterministic", options["deterministic"]) or torch.are_deterministic_algorithms_enabled()
     )
     mods = {name: x for name in MODS if (x := keywords[name]) is not None}
+    bias_shape = mods["bias"].shape if "bias" in mods else None
     dropout_p, seed = keywords["dropout_p"], keywords["dropout_seed"]
     if keywords["check"] or needs_agreement(groups):
         shapes = {"q, k and v (batch, heads, head_dim)": [(x.shape[0], *x.shape[2:]) for x in (q, k, v)]}
         check_agreement(links, {
             "layout": layout.key, **shapes, "dtype": q.dtype, "scheme": scheme, "window_size and causal": tuple(window),
             **options, "score_mod, mask_mod, bias and sinks": sorted(mods), "dropout_p": dropout_p,
-            "rows of the bias": "bias" in mods and bias_lacks(layout, mods["bias"].shape, has_columns=True),
+            "rows of the bias": bias_lacks(layout, bias_shape, has_columns=True),
             "dropout_seed": seed if keywords["check"] or not torch.is_tensor(seed) else "a tensor",
         })  # fmt: skip
     if not is_zero(dropout_p) and check_dropout(dropout_p):
@@ -113,7 +114,6 @@ def _call(
             )
         scheme = "ring of ulysses"
     elif scheme == "auto":
-        bias_shape = mods["bias"].shape if "bias" in mods else None
         scheme = choose(layout, window, q.shape[2], k.shape[2], mods.keys() | options.keys(), bias_shape)
     purpose = f"scheme={scheme!r}" if len(links) == 1 else "the ring on a mesh of two axes"
     links = [link._replace(purpose=purpose) for link in links]

@@ -14,7 +14,8 @@ from ..frameworks.torch import attention
 from .exchange import exchange
 from .layout import Layout
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
-from .scheme import LAYOUTS, Call, bounds_of, on_device, part_of_bias
+from .scheme import LAYOUTS, Call, bounds_of, on_device
+from .shapes import part_of_bias
 
 _backward: Any = backward  # overloads do not take keywords of a dict
 

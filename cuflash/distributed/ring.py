@@ -21,7 +21,8 @@ from ..mods.tracing.trace import trace
 from .exchange import Parcel, start_shift
 from .layout import Layout
 from .rectangles import Rectangle
-from .scheme import LAYOUTS, Call, bounds_of, part_of_bias
+from .scheme import LAYOUTS, Call, bounds_of
+from .shapes import part_of_bias
 
 MAX_HEAD_DIM_V = {2: 256, 4: 128, 8: 128}  # of accumulate=True on all GPUs, by the bytes of an element
 

@@ -16,6 +16,7 @@ from .exchange import Link
 from .layout import Layout
 from .lengths import with_length
 from .rectangles import Rectangle, Window, rectangles
+from .shapes import part_of_bias
 
 LAYOUTS = 8  # layouts and windows whose indices stay on the device: layers share them, and steps bring new ones
 # SMs that kernels leave to a transfer beside them: NCCL's thread blocks, one for each channel, share no SM with others.
@@ -50,6 +51,11 @@ class Call:
     def sm_margin(self) -> int:
         """SMs that kernels leave to a transfer beside them; 0 where the transfer holds none."""
         return SM_MARGIN if dist.get_backend(self.link.group) == dist.Backend.NCCL else 0
+
+    @property
+    def bias_shape(self) -> Sequence[int] | None:
+        """The shape of this rank's bias, None without one."""
+        return self.mods["bias"].shape if "bias" in self.mods else None
 
     @property
     def has_indices(self) -> bool:
@@ -95,12 +101,6 @@ def on_device(array: Any, device: torch.device) -> torch.Tensor:
     """Returns a tensor for a cache: made in inference mode, too, autograd can save it later."""
     with torch.inference_mode(False):
         return torch.from_numpy(np.asarray(array)).to(device)
-
-
-def part_of_bias(bias: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
-    """Returns a view of the bias of some rows and keys: another object, as score_mod may refer to the bias."""
-    bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias[...]
-    return bias[..., keys] if bias.shape[-1] > 1 else bias
 
 
 def rank_of(links: Sequence[Link]) -> int:

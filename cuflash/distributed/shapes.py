@@ -1,4 +1,4 @@
-"""Shapes of a bias and of sinks, which every rank passes for its rows or for all heads; and the dtype of sinks."""
+"""A bias and sinks, which every rank passes for its rows or for all heads: shapes, dtype of sinks, parts of a bias."""
 
 from __future__ import annotations
 
@@ -30,3 +30,14 @@ def _broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """True if an array of this shape can be broadcast to these sizes."""
     pairs = zip(reversed(shape), reversed(sizes), strict=False)
     return len(shape) <= len(sizes) and all(size in (1, whole) for size, whole in pairs)
+
+
+def part_of_bias(bias: Any, rows: slice, keys: slice) -> Any:
+    """Returns the bias of some rows and keys: another object, as score_mod may refer to the bias."""
+    bias = bias[..., rows, :] if bias.shape[-2] > 1 else bias[...]
+    return bias[..., keys] if bias.shape[-1] > 1 else bias
+
+
+def heads_of_bias(bias: Any, heads: slice) -> Any:
+    """Returns the bias of some query heads."""
+    return bias[..., heads, :, :] if bias.ndim > 2 and bias.shape[-3] > 1 else bias

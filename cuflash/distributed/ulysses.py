@@ -5,7 +5,7 @@ On a mesh of two axes the ranks of the inner one exchange heads for rows, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from .choice import bias_lacks, kv_copies, ulysses_lacks
 from .exchange import Link, exchange
 from .layout import Layout
 from .scheme import LAYOUTS, Call, bounds_of, on_device
+from .shapes import heads_of_bias
 
 _backward: Any = backward  # overloads do not take keywords of a dict
 Pair = tuple[torch.Tensor, torch.Tensor]
-_HINT = "give scheme='gather', 'ring' or 'auto'"
 
 
 class Heads(NamedTuple):
@@ -103,8 +103,7 @@ def ulysses_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, 
         return *([x[None] for x in grads] if call.layout.is_packed else grads), sums
 
     dq, dk, dv, sums = heads.differentiate(differentiate, dlse, dout, q, k, v, out, lse)
-    parts = dict(zip(leaves, sums, strict=True))
-    return dq, dk, dv, *(_among_all(call, name, parts.get(name), mine) for name in ("bias", "sinks"))
+    return dq, dk, dv, *_among_all(call, mine, **dict(zip(leaves, sums, strict=True)))
 
 
 def ring_of_ulysses(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
@@ -118,13 +117,8 @@ def ring_of_ulysses_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, 
     heads, mine = _heads_of(call, q, 1)
     outer = _outer(call, mine)
     differentiate: Any = lambda *arrays: by_ring.ring_gradients(outer, *arrays)  # noqa: E731
-    dq, dk, dv, *parts = heads.differentiate(differentiate, dlse, dout, q, k, v, out, lse)
-    return (
-        dq,
-        dk,
-        dv,
-        *(_among_all(call, name, part, mine) for name, part in zip(("bias", "sinks"), parts, strict=True)),
-    )
+    dq, dk, dv, bias, sinks = heads.differentiate(differentiate, dlse, dout, q, k, v, out, lse)
+    return dq, dk, dv, *_among_all(call, mine, bias, sinks)
 
 
 def _outer(call: Call, mine: slice) -> Call:
@@ -137,11 +131,11 @@ def _outer(call: Call, mine: slice) -> Call:
 def _heads_of(call: Call, q: torch.Tensor, axis: int) -> tuple[Heads, slice]:
     """Returns the exchange among the ranks of an axis of the mesh, and the query heads of this rank."""
     link, heads_q = call.links[axis], q.shape[2]
-    bias = call.mods.get("bias")
-    of_bias = None if bias is None else bias_lacks(call.layout, bias.shape, has_columns=axis > 0)
+    of_bias = bias_lacks(call.layout, call.bias_shape, has_columns=axis > 0)
     if reason := ulysses_lacks(heads_q, link.ranks) or of_bias:
         hint = "give a mesh of one axis" if of_bias else "give another mesh"
-        raise UnsupportedError(f"{link.purpose}: {reason}; {hint if axis else _HINT}")
+        hint = hint if axis else "give scheme='gather', 'ring' or 'auto'"
+        raise UnsupportedError(f"{link.purpose}: {reason}; {hint}")
     first = call.rank - link.rank if axis else 0
     rows = call.layout.rows[first : first + link.ranks]
     count = heads_q // link.ranks
@@ -160,16 +154,18 @@ def _of_heads(name: str, x: Any, mine: slice) -> Any:
     """Returns what a mod has for these heads."""
     if name == "sinks":
         return x[mine]
-    return x[..., mine, :, :] if name == "bias" and x.dim() > 2 and x.shape[-3] > 1 else x
+    return heads_of_bias(x, mine) if name == "bias" else x
 
 
-def _among_all(call: Call, name: str, part: torch.Tensor | None, mine: slice) -> torch.Tensor | None:
-    """Returns the gradient of a mod of all heads, from that of these heads; None for None."""
-    if part is None:
-        return None
-    total = torch.zeros_like(call.mods[name])
-    _of_heads(name, total, mine).copy_(part)
-    return total
+def _among_all(
+    call: Call, mine: slice, bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+) -> Iterator[torch.Tensor | None]:
+    """Yields dbias and dsinks of all heads, from those of these heads; None for None."""
+    for name, part in (("bias", bias), ("sinks", sinks)):
+        total = None if part is None else torch.zeros_like(call.mods[name])
+        if total is not None:
+            _of_heads(name, total, mine).copy_(part)
+        yield total
 
 
 def _as_rows(lse: torch.Tensor) -> torch.Tensor:

@@ -80,21 +80,6 @@ def test_a_ring_takes_any_head_dim_v(
     assert (True in accumulates) == (not wider)
 
 
-@pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
-def test_a_bias_of_any_shape_and_dtype(scheme: str) -> None:
-    layout, (q, k, v) = Layout(20, 2), torch.randn(3, 2, 20, 4, 8)
-    biases = [torch.randn(shape) for shape in ((), (20,), (1, 20), (4, 1, 20), (2, 4, 1, 1))]
-    biases += [] if scheme == "ulysses" else [torch.randn(20, 1), torch.randn(2, 1, 20, 20)]
-    for bias in (*biases, *(x > -1 for x in biases), biases[1].bfloat16()):
-        has_rows = bias.dim() > 1 and bias.shape[-2] > 1
-        parts = [layout.shard(bias, bias.dim() - 2, rank) if has_rows else bias for rank in range(2)]
-        outs = run_ranks(2, lambda rank, parts=parts: attention(  # type: ignore[misc]
-            *(layout.shard(x, 1, rank) for x in (q, k, v)), layout=layout, scheme=scheme, causal=True, bias=parts[rank]
-        ))  # fmt: skip
-        expected = whole_attention(q, k, v, causal=True, bias=bias)
-        assert torch.allclose(layout.join(outs), expected, atol=1e-5), (bias.shape, bias.dtype)
-
-
 def attended(layout: Layout, arrays: Any, **options: Any) -> torch.Tensor:
     """Returns out of all ranks. A bias is that of the whole sequence."""
     bias = options.pop("bias")
@@ -104,6 +89,16 @@ def attended(layout: Layout, arrays: Any, **options: Any) -> torch.Tensor:
         *(layout.shard(x, 1, rank) for x in arrays), layout=layout, bias=parts[rank], **options
     ))  # fmt: skip
     return layout.join(outs)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
+def test_a_bias_of_any_shape_and_dtype(scheme: str) -> None:
+    layout, arrays = Layout(20, 2), torch.randn(3, 2, 20, 4, 8)
+    biases = [torch.randn(shape) for shape in ((), (20,), (1, 20), (4, 1, 20), (2, 4, 1, 1))]
+    biases += [] if scheme == "ulysses" else [torch.randn(20, 1), torch.randn(2, 1, 20, 20)]
+    for bias in (*biases, *(x > -1 for x in biases), biases[1].bfloat16()):
+        out = attended(layout, arrays, bias=bias, scheme=scheme, causal=True)
+        assert torch.allclose(out, whole_attention(*arrays, causal=True, bias=bias), atol=1e-5), bias
 
 
 @pytest.mark.parametrize("layout", [Layout(4, 4, "contiguous"), Layout(3, 2), Layout(12, 8), Layout(2, 4)], ids=str)
