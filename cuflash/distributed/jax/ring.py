@@ -56,6 +56,11 @@ def _merged(state: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
     return weighted(*state) + weighted(*other), lse
 
 
+def _updated(x: Any, rows: slice, axis: int, new: Any) -> Any:
+    """Returns x with other rows. XLA makes a scatter of x.at[].set()."""
+    return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), rows.start, axis)
+
+
 def _ring_states(call: Call, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     # A sink is the lse of a state whose out is 0.
@@ -71,7 +76,7 @@ def _ring_states(call: Call, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, A
                 rows, (ks, vs) = slice(*part.q), (x[:, slice(*part.k)] for x in keys)
                 one = attend(q[:, rows], ks, vs, return_lse=True, **part.mask(call.window), **call.options)
                 some = _merged((out[:, rows], lse[..., rows]), one)
-                out, lse = out.at[:, rows].set(some[0]), lse.at[..., rows].set(some[1])
+                out, lse = _updated(out, rows, 1, some[0]), _updated(lse, rows, 2, some[1])
             return out, lse
 
         return branch
@@ -107,8 +112,8 @@ def _ring_gradients(call: Call, residuals: tuple[Any, ...], cotangents: tuple[An
                 some_k, some_v = (x[:, columns] for x in keys)
                 grads = _gradients(call, part, q[:, rows], some_k, some_v, dout[:, rows], out[:, rows],
                                    lse[..., rows], dlse[..., rows])  # fmt: skip
-                dq = dq.at[:, rows].add(grads[0].astype(wide))
-                dk, dv = (x.at[:, columns].add(g.astype(wide)) for x, g in ((dk, grads[1]), (dv, grads[2])))
+                dq = _updated(dq, rows, 1, dq[:, rows] + grads[0])
+                dk, dv = (_updated(x, columns, 1, x[:, columns] + g) for x, g in ((dk, grads[1]), (dv, grads[2])))
             return dq, dk, dv
 
         return branch
