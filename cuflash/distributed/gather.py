@@ -14,7 +14,8 @@ from ..frameworks.torch import attention
 from .exchange import exchange
 from .layout import Layout
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
-from .scheme import LAYOUTS, Call, bounds_of, on_device
+from .scheme import LAYOUTS, Call, bounds_of
+from .selection import Selection
 from .shapes import part_of_bias
 
 _backward: Any = backward  # overloads do not take keywords of a dict
@@ -30,13 +31,13 @@ class Fetch(NamedTuple):
 
     send: list[int]
     receive: list[int]
-    sent: torch.Tensor
-    order: torch.Tensor
+    sent: Selection
+    order: Selection
     pieces: list[Piece]
     starts: list[int]
     is_packable: bool
     bounds: dict[str, Any]
-    copied: torch.Tensor | None
+    copied: Selection | None
 
 
 def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,23 +57,19 @@ def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, o
     """Returns dq, dk, dv, dbias and dsinks; the latter is this rank's part of a sum. Keys are fetched again."""
     fetch = _fetch(call.layout, call.rank, call.window, q.device)
     k, v = (_fetched(call, fetch, x) for x in (k, v))
-    dq, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
-    grads = {name: torch.zeros_like(x, dtype=wide) for name, x in call.leaves.items()}
-    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
     if _is_one_call(call, fetch, q.shape[0]):
-        some_k, some_v = (x if fetch.copied is None else x.index_select(1, fetch.copied) for x in (k, v))
-        packed = [x[0] for x in (dout, q, some_k, some_v, out, lse)]
+        packed = [dout[0], q[0], *(_copied(fetch, x)[0] for x in (k, v)), out[0], lse[0]]
         *results, sums = _backward(*packed, dlse=None if dlse is None else dlse[0], window_size=tuple(call.window),
                                    captured_grads=[*call.leaves.values()], **fetch.bounds, **call.backward_options,
                                    **call.mods)  # fmt: skip
-        dq = results[0][None]
-        for total, grad in zip((dk, dv), results[1:], strict=True):
-            if fetch.copied is None:
-                total += grad
-            else:
-                total.index_add_(1, fetch.copied, grad[None].to(wide))
-        grads = dict(zip(grads, sums, strict=True))
+        dq, dk, dv = (x[None] for x in results)
+        if fetch.copied is not None:
+            dk, dv = (fetch.copied.sum(x.transpose(0, 1).to(wide)).transpose(0, 1) for x in (dk, dv))
+        grads = dict(zip(call.leaves, sums, strict=True))
     else:
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        grads = {name: torch.zeros_like(x, dtype=wide) for name, x in call.leaves.items()}
         for rows, keys, columns, keywords in _parts(call, fetch, q.device):
             captured = [keywords[name] for name in grads]
             *results, sums = _backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[..., rows],
@@ -107,8 +104,7 @@ def _packed(
     call: Call, fetch: Fetch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes all pieces in one call."""
-    if fetch.copied is not None:
-        k, v = k.index_select(1, fetch.copied), v.index_select(1, fetch.copied)
+    k, v = _copied(fetch, k), _copied(fetch, v)
     window = (call.window.left, call.window.right)
     out, lse = attention(q[0], k[0], v[0], window_size=window, return_lse=True, **fetch.bounds, **call.options,
                          **call.mods)  # fmt: skip
@@ -117,16 +113,20 @@ def _packed(
 
 def _fetched(call: Call, fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
     """Returns the needed rows of the whole sequence, in its order."""
-    rows = exchange(x.transpose(0, 1).index_select(0, fetch.sent), fetch.send, fetch.receive, call.link)
-    return rows.index_select(0, fetch.order).transpose(0, 1)
+    rows = exchange(fetch.sent.take(x.transpose(0, 1)), fetch.send, fetch.receive, call.link)
+    return fetch.order.take(rows).transpose(0, 1)
+
+
+def _copied(fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
+    """Returns the keys of all pieces of one call."""
+    return x if fetch.copied is None else fetch.copied.take(x.transpose(0, 1)).transpose(0, 1)
 
 
 def _returned(call: Call, fetch: Fetch, grad: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of this rank's rows, from those of the rows that all ranks fetched."""
-    rows = torch.empty_like(grad.transpose(0, 1)).index_copy_(0, fetch.order, grad.transpose(0, 1))
-    sums = exchange(rows, fetch.receive, fetch.send, call.link)
-    total = sums.new_zeros((call.layout.rows[call.rank], *sums.shape[1:]))
-    return total.index_add_(0, fetch.sent, sums).transpose(0, 1)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    rows = fetch.order.sum(grad.transpose(0, 1)).to(wide)
+    return fetch.sent.sum(exchange(rows, fetch.receive, fetch.send, call.link)).transpose(0, 1)
 
 
 @lru_cache(LAYOUTS)
@@ -155,17 +155,20 @@ def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> F
     order = np.argsort(received)
     pieces = pieces_of(layout, rank, window) or [Piece((0, 0), (0, 0), 0, 0, True)]  # a rank without rows
     starts = np.searchsorted(received[order], [piece.keys[0] for piece in pieces]).tolist()
-    sent, order = on_device(sent, device), on_device(order, device)
     # Diagonals of packed sequences end at their last keys.
     is_packable = len(pieces) > 1 and (window.is_open or all(piece.ends_with_keys for piece in pieces))
-    bounds, copied = _packing(pieces, starts, device) if is_packable else ({}, None)
-    return Fetch([*map(count, give)], [*map(count, take)], sent, order, pieces, starts, is_packable, bounds, copied)
+    bounds, copied = _packing(pieces, starts, len(order), device) if is_packable else ({}, None)
+    selections = Selection.from_index(sent, layout.rows[rank], device), Selection.from_index(order, len(order), device)
+    return Fetch([*map(count, give)], [*map(count, take)], *selections, pieces, starts, is_packable, bounds, copied)
 
 
 def _packing(
-    pieces: list[Piece], starts: list[int], device: torch.device
-) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Returns the bounds of pieces as packed sequences; and the fetched row of each of their keys, None for all."""
+    pieces: list[Piece], starts: list[int], rows: int, device: torch.device
+) -> tuple[dict[str, Any], Selection | None]:
+    """Returns the bounds of pieces as packed sequences; and the fetched row of each of their keys, None for all.
+
+    rows: number of fetched rows.
+    """
     lengths_q = [end - begin for begin, end in (piece.local for piece in pieces)]
     lengths_k = [end - begin for begin, end in (piece.keys for piece in pieces)]
     ends_q, ends_k = np.cumsum(lengths_q).tolist(), np.cumsum(lengths_k).tolist()
@@ -174,4 +177,4 @@ def _packing(
         return bounds, None
     # Pieces of one document share keys, and packed sequences cannot: each gets a copy.
     runs = [np.arange(start, start + length) for start, length in zip(starts, lengths_k, strict=True)]
-    return bounds, on_device(np.concatenate(runs), device)
+    return bounds, Selection.from_index(np.concatenate(runs), rows, device)

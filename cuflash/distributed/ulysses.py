@@ -19,7 +19,8 @@ from . import ring as by_ring
 from .choice import bias_lacks, kv_copies, ulysses_lacks
 from .exchange import Link, exchange
 from .layout import Layout
-from .scheme import LAYOUTS, Call, bounds_of, on_device
+from .scheme import LAYOUTS, Call, bounds_of
+from .selection import Selection
 from .shapes import heads_of_bias
 
 _backward: Any = backward  # overloads do not take keywords of a dict
@@ -29,28 +30,28 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Heads(NamedTuple):
     """Exchange of heads for rows among the ranks of a link, which hold these numbers of rows.
 
-    order: their rows, from ascending order to the order of ranks. inverse: the inverse permutation.
+    ascending: rows in ascending order, of those in the order of ranks.
     """
 
     link: Link
     rows: tuple[int, ...]
-    order: torch.Tensor
-    inverse: torch.Tensor
+    ascending: Selection
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Turns (batch, rows of this rank, heads, dim) into (batch, all rows, heads of this rank, dim)."""
         ranks, (batch, rows, heads, dim) = self.link.ranks, x.shape
-        by_rank = x.reshape(batch, rows, ranks, heads // ranks, dim).permute(2, 1, 0, 3, 4).flatten(0, 1)
-        all_rows = exchange(by_rank, [rows] * ranks, self.rows, self.link)
-        return all_rows.index_select(0, self.inverse).transpose(0, 1)
+        by_rank = _by_rank(batch, rows, ranks, x.device).take(x.reshape(batch * rows * ranks, heads // ranks * dim))
+        by_rank = by_rank.view(ranks * rows, batch, heads // ranks, dim)
+        return self.ascending.take(exchange(by_rank, [rows] * ranks, self.rows, self.link)).transpose(0, 1)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Turns (batch, all rows, heads of this rank, dim) into (batch, rows of this rank, heads, dim)."""
         ranks, rows, (batch, _, heads, dim) = self.link.ranks, self.rows[self.link.rank], x.shape
-        by_rank = x.transpose(0, 1).index_select(0, self.order)
+        by_rank = self.ascending.reversed.take(x.transpose(0, 1))
         sent_back = exchange(by_rank, self.rows, [rows] * ranks, self.link)
-        by_head = sent_back.reshape(ranks, rows, batch, heads, dim).permute(2, 1, 0, 3, 4)
-        return by_head.reshape(batch, rows, ranks * heads, dim)
+        by_head = _by_rank(batch, rows, ranks, x.device).reversed
+        sent_back = sent_back.view(ranks * rows * batch, heads * dim)
+        return by_head.take(sent_back).view(batch, rows, ranks * heads, dim)
 
     def attend(
         self, attend: Callable[..., Pair], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -139,7 +140,7 @@ def _heads_of(call: Call, q: torch.Tensor, axis: int) -> tuple[Heads, slice]:
     first = call.rank - link.rank if axis else 0
     rows = call.layout.rows[first : first + link.ranks]
     count = heads_q // link.ranks
-    heads = Heads(link, rows, *_order(call.layout, first, link.ranks, q.device))
+    heads = Heads(link, rows, _ascending(call.layout, first, link.ranks, q.device))
     return heads, slice(link.rank * count, (link.rank + 1) * count)
 
 
@@ -188,7 +189,14 @@ def _documents(layout: Layout, device: torch.device) -> dict[str, Any]:
 
 
 @lru_cache(LAYOUTS)
-def _order(layout: Layout, first: int, ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `Heads.order` and `Heads.inverse` of some ranks."""
-    inverse: Any = np.argsort(np.concatenate([layout.indices(rank) for rank in range(first, first + ranks)]))
-    return on_device(np.argsort(inverse), device), on_device(inverse, device)
+def _ascending(layout: Layout, first: int, ranks: int, device: torch.device) -> Selection:
+    """Returns `Heads.ascending` of some ranks."""
+    rows = np.concatenate([layout.indices(rank) for rank in range(first, first + ranks)])
+    return Selection.from_index(np.argsort(rows), len(rows), device)
+
+
+@lru_cache(LAYOUTS)
+def _by_rank(batch: int, rows: int, ranks: int, device: torch.device) -> Selection:
+    """Returns the order (rank, row, batch) of the heads for each rank, which lie by (batch, row, rank)."""
+    order = np.arange(batch * rows * ranks).reshape(batch, rows, ranks).transpose(2, 1, 0)
+    return Selection.from_index(order.ravel(), order.size, device)
