@@ -1,8 +1,7 @@
 """Speed, host time and memory of one rank of a ring of 4, on one GPU: `rank_steps.py [--cpu]`, --cpu to try it out.
 
 The rank runs `cuflash.distributed.attention` in a group without peers: the keys that arrive are the ones that it sent.
-So all of its kernels count, and links do not. "local" sends nothing; "copied" copies within the GPU instead. With an
-sm_margin of 0, kernels take the SMs that they leave to transfers otherwise.
+So all of its kernels count, and links do not. "local" sends nothing; "copied" copies within the GPU instead.
 A share is the rank's FLOP/s over the FLOP/s of one causal call with the sequence of all ranks.
 """
 
@@ -11,18 +10,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cuflash.distributed import Layout, attention, plan
-from cuflash.distributed.scheme import SM_MARGIN, Call
+from cuflash.distributed import Layout, attention, plan, ring
+from cuflash.distributed.exchange import Link
 from cuflash.frameworks.torch import attention as whole_attention
 from cuflash.testing.arrays import NumpyArrays, TorchArrays
 
@@ -50,13 +51,11 @@ if ON_CPU:
 
 
 class Transport:
-    """Replaces torch.distributed's collectives. copies: what arrives is a copy, not the memory that was sent."""
-
-    copies = False
+    """Replaces torch.distributed's collectives: what arrives is a copy of what was sent."""
 
     @classmethod
     def all_to_all_single(cls, received: Any, sent: Any, *_: Any, **__: Any) -> type[Transport]:
-        received.copy_(sent) if cls.copies else received.set_(sent)
+        received.copy_(sent)
         return cls
 
     @staticmethod
@@ -69,12 +68,16 @@ class Transport:
 
 
 @contextmanager
-def as_rank(rank: int, copies: bool = False, sm_margin: Any = 0) -> Iterator[None]:
-    """Makes this process a rank of a group without peers. sm_margin: of calls beside a transfer."""
-    Transport.copies, Call.sm_margin = copies, sm_margin
+def as_rank(rank: int, copies: bool = False) -> Iterator[None]:
+    """Makes this process a rank of a group without peers, as of NCCL. copies: what arrives is a copy."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=RANKS)
     try:
-        yield
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(Link, "is_nccl", True))
+            if not copies:
+                stack.enter_context(patch.object(ring, "arrivals", lambda own, link: repeat(own, link.ranks)))
+                stack.enter_context(patch.object(ring, "start_shift", lambda *_: Transport.wait))
+            yield
     finally:
         dist.destroy_process_group()
 
@@ -155,19 +158,16 @@ def print_shares(size: Size) -> None:
     mine = Passes.prepared(size.rows, size, lambda *x: attention(*x, layout=layout, scheme="ring", causal=True))
     full_flops = 2 * size.rows**2 * size.heads_q * 2 * size.dim
     print(f"\n{size.rows} rows a rank, {size.heads_q} heads, head dim {size.dim}: shares of one causal call's rate")
-    print("rank transport sm_margin pass       rank ms  one call ms   share    bar   share of a full call of its rows")
-    runs: list[tuple[int, str, Any]] = [(rank, "local", 0) for rank in range(RANKS)]
-    for rank, transport, margin in [*runs, (RANKS - 1, "local", SM_MARGIN), (RANKS - 1, "copied", 0)]:
-        with as_rank(rank, transport == "copied", margin):
+    print("rank transport pass       rank ms  one call ms   share    bar   share of a full call of its rows")
+    for rank, transport in [*((rank, "local") for rank in range(RANKS)), (RANKS - 1, "copied")]:
+        with as_rank(rank, transport == "copied"):
             for name, bar in zip(("forward", "both"), size.bars, strict=True):
                 calls = {"rank": getattr(mine, name), "one": getattr(one, name), "full": getattr(full, name)}
                 times = medians(seconds, calls)
                 rate = ranks[rank].flops / times["rank"]
                 share, of_full = rate / (flops / times["one"]), rate / (full_flops / times["full"])
-                mark = "" if share >= bar or transport == "copied" or margin > 0 else "  BELOW"
-                line = (
-                    f"{rank:4} {transport:9} {margin:9} {name:8} {times['rank'] * 1e3:9.3f} {times['one'] * 1e3:12.3f}"
-                )
+                mark = "" if share >= bar or transport == "copied" else "  BELOW"
+                line = f"{rank:4} {transport:9} {name:8} {times['rank'] * 1e3:9.3f} {times['one'] * 1e3:12.3f}"
                 print(f"{line} {share:7.3f} {bar:6.2f} {of_full:7.3f}{mark}", flush=True)
 
 
@@ -188,22 +188,26 @@ def print_host_times(size: Size) -> None:
 
 
 def print_memory(size: Size) -> None:
-    """Prints a rank's peak of memory beyond inputs and results, in copies of its k and v; at most 3 are allowed."""
+    """Prints a rank's peak of memory beyond inputs, results and sums in float32, in copies of its k and v.
+
+    At most 3 are allowed. Sums: out in forward; in backward dq, and dk and dv three times, as they are computed, sent
+    and received at once.
+    """
     layout = Layout(RANKS * size.rows, RANKS)
-    print(f"\n{size.rows} rows a rank, {size.heads_q} and {size.heads_kv} heads: copies of k and v beyond inputs and "
-          "results")  # fmt: skip
+    heads = f"{size.heads_q} and {size.heads_kv} heads"
+    print(f"\n{size.rows} rows a rank, {heads}: copies of k and v beyond inputs, results and sums in float32")
     mine = Passes.prepared(size.rows, size, lambda *x: attention(*x, layout=layout, scheme="ring", causal=True))
-    of_keys = 2 * size.rows * size.heads_kv * size.dim * 2
+    row, row_kv = (size.rows * heads * size.dim for heads in (size.heads_q, size.heads_kv))
+    of_keys = 2 * row_kv * 2
     with as_rank(RANKS - 1, copies=True):
-        for name in ("forward", "backward"):
+        for name, sums in (("forward", row), ("backward", row + 3 * 2 * row_kv)):
             call = getattr(mine, name)
             call()  # compiles, and holds the graph for backward
             synchronize()
             results, most = ARRAYS().peak(call)
-            results = [results] if isinstance(results, torch.Tensor) else results
-            copies = (most - sum(x.numel() * x.element_size() for x in results)) / of_keys
-            print(f"{name:8} {copies:6.2f}{'' if copies <= 3 else '  OVER 3'}", flush=True)
             del results
+            copies = (most - 4 * sums) / of_keys
+            print(f"{name:8} {copies:6.2f}{'' if copies <= 3.1 else '  OVER 3'}", flush=True)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,11 @@ class Link(NamedTuple):
     ranks: int
     purpose: str
 
+    @property
+    def is_nccl(self) -> bool:
+        """True if transfers run on GPUs, in the order in which they begin."""
+        return bool(dist.get_backend(self.group) == dist.Backend.NCCL)
+
     def run(self, collective: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:
         """Calls a collective; its errors say what to look at."""
         try:
@@ -37,18 +42,6 @@ class Link(NamedTuple):
             ) from error
 
 
-class Shift:
-    """Rows on their way from the previous rank."""
-
-    def __init__(self, link: Link, work: Any) -> None:
-        self._link, self._work = link, work
-
-    def wait(self) -> None:
-        """Waits until they have arrived."""
-        self._link.run(self._work.wait)
-        self._work = None  # it holds the buffers of both ways
-
-
 class Parcel(NamedTuple):
     """Tensors that travel as one buffer, of which they are views."""
 
@@ -58,8 +51,12 @@ class Parcel(NamedTuple):
     @classmethod
     def of_buffer(cls, buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> Parcel:
         """Returns the tensors of these shapes in a buffer."""
-        parts = buffer.split([x.numel() for x in like])
+        parts = buffer.split_with_sizes([x.numel() for x in like])
         return cls(buffer, [part.view(x.shape) for part, x in zip(parts, like, strict=True)])
+
+    def empty_like(self, dtype: torch.dtype | None = None) -> Parcel:
+        """Returns tensors of the same shapes in another buffer."""
+        return Parcel.of_buffer(torch.empty_like(self.buffer, dtype=dtype), self.tensors)
 
     @classmethod
     def pack(cls, tensors: Sequence[torch.Tensor]) -> Parcel:
@@ -90,17 +87,36 @@ def exchange(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], link:
     return rows
 
 
-def start_shift(parcel: Parcel, link: Link) -> tuple[Parcel, Shift]:
-    """Begins to send a parcel to the next rank; returns that of the previous rank, and the work to wait for.
+def start_shift(sent: Parcel, received: Parcel, link: Link) -> Callable[[], None]:
+    """Begins to send a parcel to the next rank, and to receive the previous rank's; returns a function that waits.
 
     It is an all-to-all in which one split is not empty: every backend has it, and NCCL skips empty splits. All ranks
     have parcels of equal shapes.
     """
-    received, (_, rank, ranks, _) = torch.empty_like(parcel.buffer), link
+    _, rank, ranks, _ = link
     send, receive = [0] * ranks, [0] * ranks
-    send[(rank + 1) % ranks] = receive[(rank - 1) % ranks] = received.numel()
-    work = link.run(dist.all_to_all_single, received, parcel.buffer, receive, send, group=link.group, async_op=True)
-    return Parcel.of_buffer(received, parcel.tensors), Shift(link, work)
+    send[(rank + 1) % ranks] = receive[(rank - 1) % ranks] = sent.buffer.numel()
+    buffers = received.buffer, sent.buffer
+    work = link.run(dist.all_to_all_single, *buffers, receive, send, group=link.group, async_op=True)
+    return lambda: link.run(work.wait)
+
+
+def arrivals(own: Parcel, link: Link) -> Iterator[Parcel]:
+    """Yields a rank's own parcel, and those of the previous ranks as they arrive. Each is valid until the next is due.
+
+    A transfer begins before the caller reads the parcel that it sends. NCCL keeps the order of transfers, so there the
+    next one is enqueued, too, and may lose a race for SMs with the kernels of a step.
+    """
+    ahead, last = 2 if link.is_nccl else 1, link.ranks - 1
+    parcels = [own, *(own.empty_like() for _ in range(min(ahead, last)))]
+    waits: list[Callable[[], None]] = []
+    for step in range(link.ranks):
+        if step:
+            waits[step - 1]()
+        for number in range(len(waits), min(step + ahead, last)):
+            sent, received = (parcels[i % len(parcels)] for i in (number, number + 1))
+            waits.append(start_shift(sent, received, link))
+        yield parcels[step % len(parcels)]
 
 
 def needs_agreement(groups: Sequence[Any]) -> bool:

@@ -8,7 +8,7 @@ follow their keys one step behind, and reach their rank after a full turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,12 +18,15 @@ from torch.autograd import Function
 from .. import backward, forward, merge_states
 from ..frameworks.torch.ops import refuse_twice
 from ..mods.tracing.trace import trace
-from .exchange import Parcel, start_shift
+from .exchange import Parcel, arrivals, start_shift
 from .layout import Layout
-from .rectangles import Rectangle
+from .rectangles import Range, Rectangle
 from .scheme import LAYOUTS, Call, bounds_of
 from .shapes import part_of_bias
 
+# SMs that forward leaves to transfers of NCCL. One makes full calls claim their tiles, so that thread blocks which wait
+# for the SMs of a transfer compute fewer. Backward claims tiles in any case.
+SM_MARGIN = 1
 MAX_HEAD_DIM_V = {2: 256, 4: 128, 8: 128}  # of accumulate=True on all GPUs, by the bytes of an element
 
 Leaves = Sequence[tuple[str, torch.Tensor]]  # tensors beside q, k and v whose gradients are needed, by mod
@@ -104,26 +107,21 @@ def ring_forward(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     # A sink is the lse of a state whose out is 0. Without sinks, a first step over all rows writes the state.
     writes_state = sinks is None and _keeps_order(call)
     make = q.new_empty if writes_state else q.new_zeros
-    state = make((*q.shape[:3], v.shape[3]), dtype=wide), _first_lse(q, sinks)
-    arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
-    for step in range(ranks):
-        keys, source = arriving, (call.rank - step) % ranks
-        if step < ranks - 1:
-            arriving, work = start_shift(keys, call.link)
-        options["sm_margin"] = call.sm_margin if step < ranks - 1 else 0
+    for step, keys in enumerate(arrivals(Parcel.pack([_padded(call, k), _padded(call, v)]), call.link)):
+        if step == 0:
+            # Filled here, as the first transfer gets its SMs meanwhile. A kernel first would hold all for its duration.
+            state = make((*q.shape[:3], v.shape[3]), dtype=wide), _first_lse(q, sinks)
+        options["sm_margin"] = SM_MARGIN if step < ranks - 1 and call.link.is_nccl else 0
         if step == 0 and _keeps_order(call):
             (*local, out, lse), mask = _local(call, (q, k, v, *state))
             if writes_state:
                 _forward(*local, out=out, lse=lse, out_dtype=wide, **mask, **options)
             else:
                 _add((out, lse), local, **mask, **options)
-        else:
-            for part, _, more in _parts(call, source, q.device):
-                rows, columns = slice(*part.q), slice(*part.k)
-                arrays = q[:, rows], *(x[:, columns] for x in keys.tensors)
-                _add((state[0][:, rows], state[1][..., rows]), arrays, **more, **options)
-        if step < ranks - 1:
-            work.wait()
+            continue
+        for part, _, more in _parts(call, (call.rank - step) % ranks, q.device):
+            arrays = _rows(q, part.q), *(_rows(x, part.k) for x in keys.tensors)
+            _add((_rows(state[0], part.q), _rows(state[1], part.q, 2)), arrays, **more, **options)
     return state[0].to(q.dtype), state[1]
 
 
@@ -140,18 +138,16 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Returns dq, dk, dv and the gradients of leaves, which are this rank's part of a sum over all ranks."""
     ranks, wide = call.layout.ranks, _state_dtype(q)
-    options = call.backward_options | {"accumulate": True, "sm_margin": call.sm_margin if ranks > 1 else 0}
-    arriving = Parcel.pack([_padded(call, k), _padded(call, v)])
+    options = call.backward_options | {"accumulate": True}
+    own = Parcel.pack([_padded(call, k), _padded(call, v)])
     dq = torch.zeros_like(q, dtype=wide)
     grads = [torch.zeros_like(x, dtype=wide) for _, x in leaves]
-    returning: Any = None
-    delta = None
-    for step in range(ranks):
-        keys, source = arriving, (call.rank - step) % ranks
-        if step < ranks - 1:
-            arriving, work = start_shift(keys, call.link)
-        # The sums for this step's keys are still on their way from the rank before, so it adds to zeros.
-        new = Parcel.of_buffer(torch.zeros_like(keys.buffer, dtype=wide), keys.tensors)
+    # Sums for a step's keys are still on their way from the rank before, so it adds to zeros, while others are sent.
+    *sums_of_steps, received = (own.empty_like(wide) for _ in range(3))
+    delta, waits = None, list[Callable[[], None]]()
+    for step, keys in enumerate(arrivals(own, call.link)):
+        new = sums_of_steps[step % 2]
+        new.buffer.zero_()
         if step == 0 and _keeps_order(call):
             local_sums = (x[:, : k.shape[1]] for x in new.tensors)
             local, mask = _local(call, (dout, q, k, v, out, lse, dq, *local_sums, *(() if dlse is None else (dlse,))))
@@ -160,30 +156,29 @@ def ring_backward(
                                   **mask, **options)  # fmt: skip
             delta = delta.view(lse.shape)
         else:
-            for part, key_rows, more in _parts(call, source, q.device):
-                rows, columns = slice(*part.q), slice(*part.k)
+            for part, key_rows, more in _parts(call, (call.rank - step) % ranks, q.device):
                 some: dict[str, Any] = {"delta": delta, "dlse": dlse if delta is None else None}
-                some = {name: x[..., rows] for name, x in some.items() if x is not None}
+                some = {name: _rows(x, part.q, 2) for name, x in some.items() if x is not None}
                 captured = [
-                    (x, total) if name == "score_mod" else (more[name], part_of_bias(total, rows, key_rows))
+                    (x, total) if name == "score_mod" else (more[name], part_of_bias(total, slice(*part.q), key_rows))
                     for (name, x), total in zip(leaves, grads, strict=True)
                     if name != "sinks"
                 ]
                 some |= {"captured_grads": [x for x, _ in captured]} if captured else {}
-                targets = dq[:, rows], *(x[:, columns] for x in new.tensors)
-                *_, sums = _backward(dout[:, rows], q[:, rows], *(x[:, columns] for x in keys.tensors), out[:, rows],
-                                     lse[..., rows], grads_out=targets, **some, **more, **options)  # fmt: skip
+                arrays = [_rows(dout, part.q), _rows(q, part.q), *(_rows(x, part.k) for x in keys.tensors)]
+                arrays += _rows(out, part.q), _rows(lse, part.q, 2)
+                targets = _rows(dq, part.q), *(_rows(x, part.k) for x in new.tensors)
+                *_, sums = _backward(*arrays, grads_out=targets, **some, **more, **options)
                 for (_, total), grad in zip(captured, sums if captured else (), strict=True):
                     total += grad
-        if returning is not None:
-            returning[1].wait()
-            new.buffer.add_(returning[0].buffer)
-        returning = start_shift(new, call.link)
-        if step < ranks - 1:
-            work.wait()
-    home, shift = returning
-    shift.wait()
-    dk, dv = (total[:, : k.shape[1]].to(k.dtype) for total in home.tensors)
+        if step:
+            waits[-1]()
+            new.buffer.add_(received.buffer)
+        if step == ranks - 1:  # complete sums travel home, rounded as their owner would round them
+            new, received = Parcel.of_buffer(new.buffer.to(k.dtype), new.tensors), own
+        waits.append(start_shift(new, received, call.link))
+    waits[-1]()
+    dk, dv = (total[:, : k.shape[1]] for total in received.tensors)
     of_leaves = [
         _sinks_gradient(dout, dlse, out, lse, x) if name == "sinks" else total.to(x.dtype)
         for (name, x), total in zip(leaves, grads, strict=True)
@@ -202,6 +197,12 @@ def _parts(call: Call, source: int, device: torch.device) -> Iterator[tuple[Rect
         key_rows = slice(begin + part.k_index, begin + part.k_index + part.k[1] - part.k[0])
         mods = call.mods_of(slice(*part.q), key_rows, end - begin, device)
         yield part, key_rows, mask | {name: x for name, x in mods.items() if name != "sinks"}
+
+
+def _rows(x: torch.Tensor, bounds: Range, axis: int = 1) -> torch.Tensor:
+    """Returns some rows: x itself for all, as a view takes 2 µs."""
+    begin, end = bounds
+    return x if end - begin == x.shape[axis] else x.narrow(axis, begin, end - begin)
 
 
 def _add(state: tuple[torch.Tensor, torch.Tensor], arrays: Sequence[torch.Tensor], **keywords: Any) -> None:

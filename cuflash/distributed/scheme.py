@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from .choice import INDEXED
 from .exchange import Link
@@ -19,8 +18,6 @@ from .rectangles import Rectangle, Window, rectangles
 from .shapes import part_of_bias
 
 LAYOUTS = 8  # layouts and windows whose indices stay on the device: layers share them, and steps bring new ones
-# SMs that kernels leave to a transfer beside them: NCCL's thread blocks, one for each channel, share no SM with others.
-SM_MARGIN = 16
 Parts = list[tuple[Rectangle, dict[str, Any]]]
 
 
@@ -46,11 +43,6 @@ class Call:
         self.layout, self.links, self.window, self.options, self.mods = layout, links, window, options, mods
         self.leaf_names, self.head = leaf_names, head
         self.link, self.rank = links[0], rank_of(links)
-
-    @property
-    def sm_margin(self) -> int:
-        """SMs that kernels leave to a transfer beside them; 0 where the transfer holds none."""
-        return SM_MARGIN if dist.get_backend(self.link.group) == dist.Backend.NCCL else 0
 
     @property
     def bias_shape(self) -> Sequence[int] | None:

@@ -13,6 +13,7 @@ from virtual_ranks import drawn, failures, run_ranks
 
 from cuflash import forward, mods
 from cuflash.distributed import Layout, attention, ring
+from cuflash.distributed.exchange import Link, Parcel, arrivals
 from cuflash.errors import UnsupportedError
 from cuflash.frameworks.torch import attention as whole_attention
 
@@ -59,6 +60,21 @@ def test_a_ring_repeats_its_bits(device: str) -> None:
     for seqlen in (200, [0, 70, 200]):
         for mask in MASKS:
             assert not failures(case_of("ring", device, Layout(seqlen, 4), 64, **mask), 0, device)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_a_ring_on_nccl_begins_a_transfer_ahead(ranks: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Link, "is_nccl", True)
+
+    def steps_of(rank: int) -> None:
+        own = Parcel.pack([torch.full((3,), float(rank))])
+        for step, parcel in enumerate(arrivals(own, Link(torch.distributed.group.WORLD, rank, ranks, "a test"))):
+            assert parcel.tensors[0].tolist() == [(rank - step) % ranks] * 3
+
+    run_ranks(ranks, steps_of)
+    for mask in MASKS:
+        for seqlen in (200, [0, 70, 200]):
+            assert not failures(case_of("ring", device, Layout(seqlen, ranks), 64, **mask), 0, device)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 128), (torch.bfloat16, 256)], ids=str)
