@@ -75,7 +75,7 @@ def as_rank(rank: int, copies: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(patch.object(Link, "is_nccl", True))
             if not copies:
-                stack.enter_context(patch.object(ring, "arrivals", lambda own, link: repeat(own, link.ranks)))
+                stack.enter_context(patch.object(ring, "arrivals", lambda first, link: repeat(first, link.ranks)))
                 stack.enter_context(patch.object(ring, "start_shift", lambda *_: Transport.wait))
             yield
     finally:

@@ -167,6 +167,35 @@ def memory(gpu: str) -> str:
     return table(("forward, MiB", *(short(x) for x in lengths(rows))), lines)
 
 
+def ranks(gpu: str) -> str:
+    """Returns a table of shares of one GPU's rate, by problem and contender; those of the best scheme are bold."""
+    rows, lines = read(gpu, "ranks")["rows"], []
+    most = {key: max(row["share"] for row in rows if (row["problem"], row["op"]) == key)
+            for key in {(row["problem"], row["op"]) for row in rows}}  # fmt: skip
+    for problem, contender in dict.fromkeys((row["problem"], row["contender"]) for row in rows):
+        line = [problem, contender]
+        for op in ("forward", "both"):
+            share = next((row["share"] for row in rows if (row["problem"], row["contender"], row["op"])
+                          == (problem, contender, op)), None)  # fmt: skip
+            is_best = share is not None and share == most[problem, op]
+            line.append("–" if share is None else f"**{share:.2f}**" if is_best else f"{share:.2f}")
+        lines.append(line)
+    return table(("problem", "", "forward", "both passes"), lines)
+
+
+def ranks_in_words() -> str:
+    """Returns shares of one GPU's rate under a causal mask, beside PyTorch's, and the GPUs."""
+    gpu = shown("ranks")
+    content, parts = read(gpu, "ranks"), []
+    for problem, op in {(row["problem"], row["op"]): None for row in content["rows"] if "causal" in row["problem"]}:
+        some = [row for row in content["rows"] if (row["problem"], row["op"]) == (problem, op)]
+        ours, theirs = (max(row["share"] for row in some if row["ours"] is is_ours) for is_ours in (True, False))
+        _, tokens, _ = problem.split(", ")
+        passes = "both passes" if op == "both" else op
+        parts.append(f"{tokens} a GPU, {passes}: {ours:.2f} (PyTorch's context_parallel {theirs:.2f})")
+    return f"{'; '.join(parts)}; on {content['ranks']} {card(gpu, 'ranks')}"
+
+
 def lengths(rows: Rows) -> list[int]:
     return sorted({row["seqlen_q"] for row in rows})
 
@@ -263,6 +292,7 @@ SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
         "TFLOP/s of what is seen, and in brackets times as fast as compiled flex_attention. The picture compares with "
         "the fastest library that takes the call, such as FlashAttention-4 for causal:": masks
     },
+    "ranks": {"Share of one GPU's rate for the same work, 16 and 8 heads of 128, windows and documents of 4k:": ranks},
     "memory": {"Allocated by a call (bfloat16, causal, batch 1, 16 heads, head dim 64), by seqlen:": memory},
 }
 PICTURES = {
@@ -368,6 +398,7 @@ PLACES: dict[str, Callable[[], str]] = {
     "host": partial(host_times, "cuflash {op}"),
     "host of FlashAttention-4": partial(host_times, "FlashAttention-4"),
     "host of PyTorch": partial(host_times, "torch flash"),
+    "ranks": ranks_in_words,
     "speed": speeds,
     "compiled": partial(first_calls, "cold"),
     "loaded": partial(first_calls, "disk"),

@@ -87,34 +87,33 @@ def exchange(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], link:
     return rows
 
 
-def start_shift(sent: Parcel, received: Parcel, link: Link) -> Callable[[], None]:
-    """Begins to send a parcel to the next rank, and to receive the previous rank's; returns a function that waits.
+def start_shift(sent: torch.Tensor, received: torch.Tensor, link: Link) -> Callable[[], None]:
+    """Begins to send a buffer to the next rank, and to receive the previous rank's; returns a function that waits.
 
     It is an all-to-all in which one split is not empty: every backend has it, and NCCL skips empty splits. All ranks
-    have parcels of equal shapes.
+    have buffers of equal sizes.
     """
     _, rank, ranks, _ = link
     send, receive = [0] * ranks, [0] * ranks
-    send[(rank + 1) % ranks] = receive[(rank - 1) % ranks] = sent.buffer.numel()
-    buffers = received.buffer, sent.buffer
-    work = link.run(dist.all_to_all_single, *buffers, receive, send, group=link.group, async_op=True)
+    send[(rank + 1) % ranks] = receive[(rank - 1) % ranks] = sent.numel()
+    work = link.run(dist.all_to_all_single, received, sent, receive, send, group=link.group, async_op=True)
     return lambda: link.run(work.wait)
 
 
-def arrivals(own: Parcel, link: Link) -> Iterator[Parcel]:
+def arrivals(first: Parcel, link: Link) -> Iterator[Parcel]:
     """Yields a rank's own parcel, and those of the previous ranks as they arrive. Each is valid until the next is due.
 
     A transfer begins before the caller reads the parcel that it sends. NCCL keeps the order of transfers, so there the
     next one is enqueued, too, and may lose a race for SMs with the kernels of a step.
     """
     ahead, last = 2 if link.is_nccl else 1, link.ranks - 1
-    parcels = [own, *(own.empty_like() for _ in range(min(ahead, last)))]
+    parcels = [first, *(first.empty_like() for _ in range(min(ahead, last)))]
     waits: list[Callable[[], None]] = []
     for step in range(link.ranks):
         if step:
             waits[step - 1]()
         for number in range(len(waits), min(step + ahead, last)):
-            sent, received = (parcels[i % len(parcels)] for i in (number, number + 1))
+            sent, received = (parcels[i % len(parcels)].buffer for i in (number, number + 1))
             waits.append(start_shift(sent, received, link))
         yield parcels[step % len(parcels)]
 

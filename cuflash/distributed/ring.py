@@ -139,13 +139,13 @@ def ring_backward(
     """Returns dq, dk, dv and the gradients of leaves, which are this rank's part of a sum over all ranks."""
     ranks, wide = call.layout.ranks, _state_dtype(q)
     options = call.backward_options | {"accumulate": True}
-    own = Parcel.pack([_padded(call, k), _padded(call, v)])
+    first = Parcel.pack([_padded(call, k), _padded(call, v)])
     dq = torch.zeros_like(q, dtype=wide)
     grads = [torch.zeros_like(x, dtype=wide) for _, x in leaves]
     # Sums for a step's keys are still on their way from the rank before, so it adds to zeros, while others are sent.
-    *sums_of_steps, received = (own.empty_like(wide) for _ in range(3))
+    *sums_of_steps, received_sums = (first.empty_like(wide) for _ in range(3))
     delta, waits = None, list[Callable[[], None]]()
-    for step, keys in enumerate(arrivals(own, call.link)):
+    for step, keys in enumerate(arrivals(first, call.link)):
         new = sums_of_steps[step % 2]
         new.buffer.zero_()
         if step == 0 and _keeps_order(call):
@@ -171,14 +171,17 @@ def ring_backward(
                 *_, sums = _backward(*arrays, grads_out=targets, **some, **more, **options)
                 for (_, total), grad in zip(captured, sums if captured else (), strict=True):
                     total += grad
+        total, received = new.buffer, received_sums.buffer
+        if step == ranks - 1:  # complete sums travel home, rounded as their owner would round them
+            total = sums_of_steps[ranks % 2].buffer.view(k.dtype)[: total.numel()]
         if step:
             waits[-1]()
-            new.buffer.add_(received.buffer)
-        if step == ranks - 1:  # complete sums travel home, rounded as their owner would round them
-            new, received = Parcel.of_buffer(new.buffer.to(k.dtype), new.tensors), own
-        waits.append(start_shift(new, received, call.link))
+            torch.add(new.buffer, received, out=total)
+        elif ranks == 1:
+            total.copy_(new.buffer)
+        waits.append(start_shift(total, first.buffer if step == ranks - 1 else received, call.link))
     waits[-1]()
-    dk, dv = (total[:, : k.shape[1]] for total in received.tensors)
+    dk, dv = (total[:, : k.shape[1]] for total in first.tensors)
     of_leaves = [
         _sinks_gradient(dout, dlse, out, lse, x) if name == "sinks" else total.to(x.dtype)
         for (name, x), total in zip(leaves, grads, strict=True)

@@ -67,8 +67,8 @@ def test_a_ring_on_nccl_begins_a_transfer_ahead(ranks: int, device: str, monkeyp
     monkeypatch.setattr(Link, "is_nccl", True)
 
     def steps_of(rank: int) -> None:
-        own = Parcel.pack([torch.full((3,), float(rank))])
-        for step, parcel in enumerate(arrivals(own, Link(torch.distributed.group.WORLD, rank, ranks, "a test"))):
+        first = Parcel.pack([torch.full((3,), float(rank))])
+        for step, parcel in enumerate(arrivals(first, Link(torch.distributed.group.WORLD, rank, ranks, "a test"))):
             assert parcel.tensors[0].tolist() == [(rank - step) % ranks] * 3
 
     run_ranks(ranks, steps_of)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ from .ranks_problems import OPS, ROWS, Heads, Work, kinds, selected
 TURN_SECONDS, MOST_CALLS, LEAST_CALLS = 0.1, 32, 2
 TIMEOUT = timedelta(seconds=120)  # of a collective whose other ranks have failed
 LINK_BYTES, SMALL_BYTES = 1 << 27, 1 << 10
+SLEEP = 20_000_000  # cycles, about 10 ms
 # A longer forward on one GPU is replaced by the rows of one rank, with their time multiplied by the work.
 MOST_FLOPS = 3e14
 ROWS_AT_ONCE = 4096
@@ -166,7 +168,10 @@ def _works(options: argparse.Namespace, machine: Machine) -> list[tuple[Work, tu
 
 
 def links(machine: Machine) -> dict[str, float]:
-    """Measures bytes a second that a rank sends, by the ring's shift and all-to-all, and seconds of a small shift."""
+    """Measures bytes a second that a rank sends, by the ring's shift and all-to-all, and seconds of a small shift.
+
+    Small shifts are enqueued while the GPU sleeps: without that, the host's time would be measured.
+    """
     n, rank = machine.ranks, machine.rank
     to_next, from_last = [0] * n, [0] * n
     speeds: dict[str, float] = {}
@@ -181,6 +186,10 @@ def links(machine: Machine) -> dict[str, float]:
         }
         for call in calls.values():
             call()
+        if name == "alpha":
+            small = _seconds(machine, calls[name], MOST_CALLS, ahead=True)
+            (speeds[name],) = machine.reduced([median(small)], dist.ReduceOp.MAX)
+            continue
         seconds = in_turns(machine, calls, {}, 3)
         speeds[name] = seconds[name].median
     return {
@@ -427,8 +436,11 @@ def in_turns(
     return seconds
 
 
-def _seconds(machine: Machine, call: Call, count: int) -> list[float]:
-    """Returns seconds of each of several calls after a barrier of all ranks."""
+def _seconds(machine: Machine, call: Call, count: int, ahead: bool = False) -> list[float]:
+    """Returns seconds of each of several calls after a barrier of all ranks.
+
+    ahead: True to let the host enqueue them before the GPU begins.
+    """
     dist.barrier()
     if not machine.on_gpu:
         times = [time.perf_counter()]
@@ -438,6 +450,8 @@ def _seconds(machine: Machine, call: Call, count: int) -> list[float]:
         return np.diff(times).tolist()
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    if ahead:
+        torch.cuda._sleep(SLEEP)
     events[0].record()
     for event in events[1:]:
         call()

@@ -62,17 +62,19 @@ class Cluster(NamedTuple):
 class Way(NamedTuple):
     """Transfers and sums of a ring.
 
-    overlap: True if keys travel beside the kernels. forward: bytes of memory to add up an element of out in a step.
-    backward, backward_kv: for an element of dq, and of dk and dv. hidden: share that runs beside products.
+    overlap: True if keys travel beside the kernels. forward, backward: bytes of memory to add up an element of out or
+    dq in a step. hidden: share of them that runs beside products. sums: bytes to clear, and later to add up, an
+    element of dk and dv.
     """
 
     overlap: bool = True
     forward: float = 6.0
-    backward: float = 0.0
-    backward_kv: float = 12.0
+    backward: float = 40.0
     hidden: float = 0.6
+    sums: tuple[float, float] = (4.0, 12.0)
 
 
+# Backward's bytes fit what `accumulate` costs on an H200: 1.07 to 1.12 of a call of 16k rows, and less of longer ones.
 IN_KERNELS = Way()
 # PyTorch's operations and copies, and keys sent after each kernel; forward alone. 18 passes of float32 fit 0.62 and
 # 0.86 of one GPU's rate, measured on four H200 at 16k rows of 16 heads and 64k of 8.
@@ -169,39 +171,41 @@ def ring_seconds(
     cluster: Cluster, layout: Layout, mask: Window, heads: Heads, op: str, link: float, way: Way = IN_KERNELS
 ) -> float:
     """Returns seconds of "ring". In each step the slowest rank counts, of at most SAMPLED_RANKS ranks."""
-    ranks, rows, seconds = layout.ranks, layout.num_rows(0), 0.0
+    ranks, rows = layout.ranks, layout.num_rows(0)
     elements, elements_kv = rows * heads.q * heads.dim, 2 * rows * heads.kv * heads.dim
-    gradients = 0 if op == "forward" else 4 * elements_kv  # float32
-    transfer = cluster.alpha + (ITEMSIZE * elements_kv + gradients) / link
-    held = cluster.held_sms / NUM_SMS
+    keys, sums = (cluster.alpha + itemsize * elements_kv / link for itemsize in (ITEMSIZE, 4))
+    held, passes = cluster.held_sms / NUM_SMS, 0.0
+    seconds = 0.0
     for step in range(ranks):
         compute = max(_step_seconds(cluster, layout, mask, heads, op, way, rank, step) for rank in _sampled(ranks))
-        if step == ranks - 1:
-            seconds += compute
-        elif way.overlap:
+        transfer = keys if step < ranks - 1 else 0.0
+        if op == "backward":  # sums for the keys of the step before travel beside the kernels
+            transfer += sums if step else 0.0
+            passes += (way.sums[0] + way.sums[1] * (step > 0)) * elements_kv
+        if way.overlap:
             seconds += max(compute + held * transfer, transfer)
         else:
             seconds += compute + transfer
-    if ranks > 1:  # float32 sums become 16 bits; gradients of keys travel home
-        seconds += 6 * (elements + (elements_kv if gradients else 0)) / cluster.memory
-        seconds += cluster.alpha + gradients / link if gradients else 0.0
-    return seconds
+    if ranks > 1:  # keys are packed; float32 becomes 16 bits; gradients of keys travel home in 16 bits
+        passes += 2 * ITEMSIZE * elements_kv + 6 * elements
+        seconds += keys if op == "backward" else 0.0
+    return seconds + passes / cluster.memory
 
 
 def _step_seconds(
     cluster: Cluster, layout: Layout, mask: Window, heads: Heads, op: str, way: Way, rank: int, step: int
 ) -> float:
     """Returns seconds of a rank's calls over the keys of one rank."""
+    added = getattr(way, op) * heads.q * heads.dim * (1 - way.hidden) / cluster.memory  # of a row
     if step == 0 and mask.left is None:
-        return kernel_seconds(cluster, op, heads, mask, _documents(layout.local_bounds(rank)))
+        seconds = kernel_seconds(cluster, op, heads, mask, _documents(layout.local_bounds(rank)))
+        return seconds + (layout.num_rows(rank) * added if op == "backward" else 0.0)
     seconds = 0.0
     for part in rectangles(layout, rank, (rank - step) % layout.ranks, mask):
         rows, keys = part.q[1] - part.q[0], part.k[1] - part.k[0]
         window = Window() if part.diagonal_offset is None else mask
-        elements, elements_kv = rows * heads.q * heads.dim, 2 * keys * heads.kv * heads.dim
-        more = way.forward * elements if op == "forward" else way.backward * elements + way.backward_kv * elements_kv
         seconds += kernel_seconds(cluster, op, heads, window, (Part(rows, keys, part.diagonal_offset or 0),))
-        seconds += (1 - way.hidden) * more / cluster.memory
+        seconds += rows * added
     return seconds
 
 
