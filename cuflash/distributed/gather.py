@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ import torch
 
 from .. import backward
 from ..frameworks.torch import attention
+from .assembly import Assembly, Run
 from .exchange import exchange
 from .layout import Layout
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
@@ -22,30 +25,32 @@ _backward: Any = backward  # overloads do not take keywords of a dict
 
 
 class Fetch(NamedTuple):
-    """Rows that a rank sends and receives, and the place of the keys of each piece of its rows among them.
+    """Rows that a rank sends and receives, and the keys of its pieces out of received and local rows.
 
-    send, receive: numbers of rows for and from each rank. sent: its local rows, in the order of ranks. order: received
-    rows in the order of the sequence. starts: the first fetched row of each piece's keys. is_packable: the pieces can
-    be packed sequences of one call. bounds: their keywords. copied: fetched rows of their keys, None for all in order.
+    send, receive: numbers of rows for and from each other rank. sent: its local rows, in the order of ranks. ordered:
+    needed rows in the order of the sequence. starts: the first of each piece's keys among them. packed: the keys of one
+    piece after the other, None if the pieces cannot be packed sequences of one call. bounds: their keywords.
     """
 
     send: list[int]
     receive: list[int]
     sent: Selection
-    order: Selection
     pieces: list[Piece]
+    ordered: Assembly
     starts: list[int]
-    is_packable: bool
+    packed: Assembly | None
     bounds: dict[str, Any]
-    copied: Selection | None
 
 
 def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a rank's rows."""
-    fetch = _fetch(call.layout, call.rank, call.window, q.device)
-    k, v = (_fetched(call, fetch, x) for x in (k, v))
-    if _is_one_call(call, fetch, q.shape[0]):
-        return _packed(call, fetch, q, k, v)
+    fetch, assembly, is_one_call = _plan(call, q)
+    k, v = (_fetched(call, fetch, assembly, x) for x in (k, v))
+    if is_one_call:
+        window = call.window.left, call.window.right
+        out, lse = attention(q[0], k[0], v[0], window_size=window, return_lse=True, **fetch.bounds, **call.options,
+                             **call.mods)  # fmt: skip
+        return out[None], lse[None]
     results = []
     for rows, keys, _, keywords in _parts(call, fetch, q.device):
         results.append(attention(q[:, rows], k[:, keys], v[:, keys], return_lse=True, **call.options, **keywords))
@@ -55,17 +60,15 @@ def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
 
 def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
     """Returns dq, dk, dv, dbias and dsinks; the latter is this rank's part of a sum. Keys are fetched again."""
-    fetch = _fetch(call.layout, call.rank, call.window, q.device)
-    k, v = (_fetched(call, fetch, x) for x in (k, v))
+    fetch, assembly, is_one_call = _plan(call, q)
+    k, v = (_fetched(call, fetch, assembly, x) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
-    if _is_one_call(call, fetch, q.shape[0]):
-        packed = [dout[0], q[0], *(_copied(fetch, x)[0] for x in (k, v)), out[0], lse[0]]
+    if is_one_call:
+        packed = [x[0] for x in (dout, q, k, v, out, lse)]
         *results, sums = _backward(*packed, dlse=None if dlse is None else dlse[0], window_size=tuple(call.window),
                                    captured_grads=[*call.leaves.values()], **fetch.bounds, **call.backward_options,
                                    **call.mods)  # fmt: skip
         dq, dk, dv = (x[None] for x in results)
-        if fetch.copied is not None:
-            dk, dv = (fetch.copied.sum(x.transpose(0, 1).to(wide)).transpose(0, 1) for x in (dk, dv))
         grads = dict(zip(call.leaves, sums, strict=True))
     else:
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
@@ -80,7 +83,7 @@ def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, o
             dv[:, keys] += results[2]
             for (name, total), part in zip(grads.items(), sums, strict=True):
                 (total if name == "sinks" else part_of_bias(total, rows, columns)).add_(part)
-    dk, dv = (_returned(call, fetch, x).to(q.dtype) for x in (dk, dv))
+    dk, dv = (_returned(call, fetch, assembly, x).to(q.dtype) for x in (dk, dv))
     grads = {name: total.to(call.leaves[name].dtype) for name, total in grads.items()}
     return dq, dk, dv, grads.get("bias"), grads.get("sinks")
 
@@ -95,38 +98,25 @@ def _parts(call: Call, fetch: Fetch, device: torch.device) -> Iterator[tuple[sli
         yield rows, keys, columns, mask | mods | {"index_offsets": piece.index_offsets}
 
 
-def _is_one_call(call: Call, fetch: Fetch, batch: int) -> bool:
-    """True if all pieces are computed in one call."""
-    return batch == 1 and fetch.is_packable and not call.has_indices
+def _plan(call: Call, q: torch.Tensor) -> tuple[Fetch, Assembly, bool]:
+    """Returns the rows to fetch, their order, and True if all pieces are computed in one call."""
+    fetch = _fetch(call.layout, call.rank, call.window, q.device)
+    if fetch.packed is None or q.shape[0] != 1 or call.has_indices:
+        return fetch, fetch.ordered, False
+    return fetch, fetch.packed, True
 
 
-def _packed(
-    call: Call, fetch: Fetch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes all pieces in one call."""
-    k, v = _copied(fetch, k), _copied(fetch, v)
-    window = (call.window.left, call.window.right)
-    out, lse = attention(q[0], k[0], v[0], window_size=window, return_lse=True, **fetch.bounds, **call.options,
-                         **call.mods)  # fmt: skip
-    return out[None], lse[None]
+def _fetched(call: Call, fetch: Fetch, assembly: Assembly, x: torch.Tensor) -> torch.Tensor:
+    """Returns keys or values out of this rank's rows and those of others."""
+    local = x.transpose(0, 1)
+    return assembly.take(exchange(fetch.sent.take(local), fetch.send, fetch.receive, call.link), local).transpose(0, 1)
 
 
-def _fetched(call: Call, fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
-    """Returns the needed rows of the whole sequence, in its order."""
-    rows = exchange(fetch.sent.take(x.transpose(0, 1)), fetch.send, fetch.receive, call.link)
-    return fetch.order.take(rows).transpose(0, 1)
-
-
-def _copied(fetch: Fetch, x: torch.Tensor) -> torch.Tensor:
-    """Returns the keys of all pieces of one call."""
-    return x if fetch.copied is None else fetch.copied.take(x.transpose(0, 1)).transpose(0, 1)
-
-
-def _returned(call: Call, fetch: Fetch, grad: torch.Tensor) -> torch.Tensor:
+def _returned(call: Call, fetch: Fetch, assembly: Assembly, grad: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of this rank's rows, from those of the rows that all ranks fetched."""
     wide = torch.promote_types(grad.dtype, torch.float32)
-    rows = fetch.order.sum(grad.transpose(0, 1)).to(wide)
-    return fetch.sent.sum(exchange(rows, fetch.receive, fetch.send, call.link)).transpose(0, 1)
+    received, local = assembly.sum(grad.transpose(0, 1).to(wide))
+    return (local + fetch.sent.sum(exchange(received, fetch.receive, fetch.send, call.link))).transpose(0, 1)
 
 
 @lru_cache(LAYOUTS)
@@ -143,38 +133,35 @@ def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> F
                     ranges.append(((a, b), a - span.begin + span.local))
         return ranges
 
-    give = [held(each, rank) for each in range(layout.ranks)]
-    take = [held(rank, each) for each in range(layout.ranks)]
-
-    def count(ranges: list[tuple[Range, int]]) -> int:
-        return sum(b - a for (a, b), _ in ranges)
-
+    ranks = range(layout.ranks)
+    give = [held(each, rank) if each != rank else [] for each in ranks]
+    take = [held(rank, each) if each != rank else [] for each in ranks]
+    send, receive = ([sum(b - a for (a, b), _ in ranges) for ranges in each] for each in (give, take))
     empty: Any = np.empty(0, np.int64)
     sent = np.concatenate([empty, *(np.arange(first, first + b - a) for each in give for (a, b), first in each)])
-    received = np.concatenate([empty, *(np.arange(a, b) for each in take for (a, b), _ in each)])
-    order = np.argsort(received)
+    of_others = [bounds for each in take for bounds, _ in each]
+    rows = [((span.begin, span.end), Run(1, span.local, span.size)) for span in layout.spans[rank]]
+    rows += [(each, Run(0, *run)) for each, run in zip(of_others, _consecutive(of_others), strict=True)]
+    rows, sizes = sorted(rows), (sum(receive), layout.rows[rank])
     pieces = pieces_of(layout, rank, window) or [Piece((0, 0), (0, 0), 0, 0, True)]  # a rank without rows
-    starts = np.searchsorted(received[order], [piece.keys[0] for piece in pieces]).tolist()
+    keys, fetched = [piece.keys for piece in pieces], needed[rank] or [(0, 0)]
+    starts, bounds = [], _consecutive(fetched)
+    for begin, _ in keys:
+        number = bisect_right(fetched, (begin, layout.seqlen)) - 1
+        starts.append(bounds[number][0] + begin - fetched[number][0])
+    packed: Assembly | None = None
+    keywords: dict[str, Any] = {}
     # Diagonals of packed sequences end at their last keys.
-    is_packable = len(pieces) > 1 and (window.is_open or all(piece.ends_with_keys for piece in pieces))
-    bounds, copied = _packing(pieces, starts, len(order), device) if is_packable else ({}, None)
-    selections = Selection.from_index(sent, layout.rows[rank], device), Selection.from_index(order, len(order), device)
-    return Fetch([*map(count, give)], [*map(count, take)], *selections, pieces, starts, is_packable, bounds, copied)
+    if len(pieces) > 1 and (window.is_open or all(piece.ends_with_keys for piece in pieces)):
+        packed = Assembly.of_ranges(keys, rows, sizes, device)
+        for name, ranges in (("q", [piece.local for piece in pieces]), ("k", keys)):
+            keywords |= bounds_of((0, *(first + size for first, size in _consecutive(ranges))), device, name)
+    selection = Selection.from_index(sent, layout.rows[rank], device)
+    ordered = Assembly.of_ranges(needed[rank], rows, sizes, device)
+    return Fetch(send, receive, selection, pieces, ordered, starts, packed, keywords)
 
 
-def _packing(
-    pieces: list[Piece], starts: list[int], rows: int, device: torch.device
-) -> tuple[dict[str, Any], Selection | None]:
-    """Returns the bounds of pieces as packed sequences; and the fetched row of each of their keys, None for all.
-
-    rows: number of fetched rows.
-    """
-    lengths_q = [end - begin for begin, end in (piece.local for piece in pieces)]
-    lengths_k = [end - begin for begin, end in (piece.keys for piece in pieces)]
-    ends_q, ends_k = np.cumsum(lengths_q).tolist(), np.cumsum(lengths_k).tolist()
-    bounds = bounds_of((0, *ends_q), device, "q") | bounds_of((0, *ends_k), device, "k")
-    if starts[1:] == ends_k[:-1]:
-        return bounds, None
-    # Pieces of one document share keys, and packed sequences cannot: each gets a copy.
-    runs = [np.arange(start, start + length) for start, length in zip(starts, lengths_k, strict=True)]
-    return bounds, Selection.from_index(np.concatenate(runs), rows, device)
+def _consecutive(ranges: list[Range]) -> list[tuple[int, int]]:
+    """Returns where each range begins if one follows the other, and its length."""
+    lengths = [end - begin for begin, end in ranges]
+    return [*zip(itertools.accumulate(lengths, initial=0), lengths, strict=False)]

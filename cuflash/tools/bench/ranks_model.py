@@ -246,7 +246,7 @@ def gather_seconds(cluster: Cluster, layout: Layout, mask: Window, heads: Heads,
             Part(piece.local[1] - piece.local[0], piece.keys[1] - piece.keys[0], piece.q_index - piece.k_index)
             for piece in pieces_of(layout, rank, mask)
         )
-        copied = 4 * row_bytes * sum(part.keys for part in parts) / cluster.memory
+        copied = 2 * row_bytes * sum(part.keys for part in parts) / cluster.memory  # read and written
         seconds.append(transfer + copied + kernel_seconds(cluster, op, heads, mask, parts))
     return max(seconds)
 
