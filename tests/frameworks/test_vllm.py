@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from workers import ROOT, run_python, run_threads
+from workers import ROOT, need_checkout, run_python, run_threads
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -106,6 +106,25 @@ def test_selection_on_gpus_takes_the_backend_or_names_the_reason() -> None:
     assert error.endswith("['head_size not supported']")
 
 
+def write_rows(
+    key: Any, value: Any, k: Any, v: Any, slots: Any, kv_cache_dtype: str, k_scale: Any, v_scale: Any
+) -> None:
+    """Writes rows to their slots, as vLLM's kernel does."""
+    rows = (slots >= 0).nonzero()[:, 0]
+    page, row = slots[rows] // k.shape[1], slots[rows] % k.shape[1]
+    k[page, row], v[page, row] = key[rows], value[rows]
+
+
+@pytest.fixture(autouse=True)
+def without_vllms_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces vLLM's write to a cache on a GPU where its compiled kernels are missing."""
+    if not hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
+        monkeypatch.setattr(implementation, "reshape_and_cache_flash", write_rows)
+
+
+LAYER = SimpleNamespace(_k_scale=None, _v_scale=None)  # vLLM's module of a layer
+
+
 class Batch:
     """Sequences with a context in pages and new tokens, and the attention that they have."""
 
@@ -116,33 +135,35 @@ class Batch:
         dtype: Any = torch.float32,
         padding: int = 0,
         heads_kv: int = HEADS_KV,
+        device: str = "cpu",
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.queries, self.contexts = queries, contexts
         self.lengths = [query + context for query, context in zip(queries, contexts, strict=True)]
         total, width = sum(queries), -(-max(self.lengths) // PAGE) + 1
-        draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
+        draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)  # noqa: E731
         self.q = draw(total, HEADS, DIM)
         self.k, self.v = ([draw(length, heads_kv, DIM) for length in self.lengths] for _ in range(2))
         count = len(queries)
         pages = torch.randperm(count * width + 1, generator=generator)[: count * width].reshape(count, width)
-        self.cache = torch.full((count * width + 1, heads_kv, PAGE, 2 * DIM), torch.nan, dtype=dtype)
+        self.cache = torch.full((count * width + 1, heads_kv, PAGE, 2 * DIM), torch.nan, dtype=dtype, device=device)
         self.table = torch.cat([pages, pages.new_zeros(padding, width)]).to(torch.int32)
         zeros = [0] * padding
         starts = torch.tensor([0, *queries, *zeros]).cumsum(0, dtype=torch.int32)
         positions = [range(context, length) for context, length in zip(contexts, self.lengths, strict=True)]
         new_slots = [self.slot(b, j) for b, part in enumerate(positions) for j in part]
+        seq_lens = torch.tensor([*self.lengths, *zeros], dtype=torch.int32)
         self.common = CommonAttentionMetadata(
-            query_start_loc=starts,
+            query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
-            seq_lens=torch.tensor([*self.lengths, *zeros], dtype=torch.int32),
+            seq_lens=seq_lens.to(device),
             num_reqs=count + padding,
             num_actual_tokens=total,
             max_query_len=max(queries),
             max_seq_len=max(self.lengths),
-            block_table_tensor=self.table,
-            slot_mapping=torch.tensor(new_slots),
-            seq_lens_cpu_upper_bound=torch.tensor([*self.lengths, *zeros], dtype=torch.int32),
+            block_table_tensor=self.table.to(device),
+            slot_mapping=torch.tensor(new_slots, device=device),
+            seq_lens_cpu_upper_bound=seq_lens,
         )
 
     def slot(self, b: int, j: int) -> int:
@@ -154,7 +175,7 @@ class Batch:
             rows = list(range(context)) if positions is None else positions[b]
             slots = torch.tensor([self.slot(b, i if positions else j) for i, j in enumerate(rows)] + [-1])
             k, v = (torch.cat([x[b][rows], x[b][:1]]) for x in (self.k, self.v))
-            impl.do_kv_cache_update(None, k, v, self.cache, slots)
+            impl.do_kv_cache_update(LAYER, k, v, self.cache, slots.to(self.cache.device))
 
     def new(self) -> tuple[Any, Any]:
         """Returns keys and values of the new tokens, packed."""
@@ -163,19 +184,20 @@ class Batch:
 
     def run(self, impl: Implementation, builder: Builder | None = None, **changes: Any) -> Any:
         """Runs a layer on the batch, whose new keys are written first."""
-        data = (builder or build_of()).build(0, self.common.replace(**changes))
+        builder = builder or build_of(device=self.cache.device)
+        data = builder.build(0, self.common.replace(**changes))
         k, v = self.new()
         self.fill(impl)
-        impl.do_kv_cache_update(None, k, v, self.cache, data.slot_mapping)
+        impl.do_kv_cache_update(LAYER, k, v, self.cache, data.slot_mapping)
         out = torch.full_like(self.q, torch.nan)
-        assert impl.forward(None, self.q, k, v, self.cache, data, out) is out
-        return out
+        assert impl.forward(LAYER, self.q, k, v, self.cache, data, out) is out
+        return out.cpu()
 
     def expected(self, visible: Any, cap: float = 0, sinks: Any = None, slopes: Any = None) -> Any:
         """Returns attention in float64. visible: a function of query positions and key positions."""
         outs = []
         for q, k, v, context in zip(self.q.split(self.queries), self.k, self.v, self.contexts, strict=True):
-            q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+            q, k, v = (x.cpu().double().transpose(0, 1) for x in (q, k, v))
             k, v = (x.repeat_interleave(HEADS // len(x), dim=0) for x in (k, v))
             s = q @ k.transpose(1, 2) * DIM**-0.5
             s = cap * torch.tanh(s / cap) if cap else s
@@ -183,7 +205,7 @@ class Batch:
             s = s if slopes is None else s - torch.tensor(slopes)[:, None, None] * (i - j).abs()
             s = s.masked_fill(~visible(i, j), -torch.inf)
             if sinks is not None:
-                s = torch.cat([s, sinks.double()[:, None, None].expand(-1, s.shape[1], 1)], dim=2)
+                s = torch.cat([s, sinks.cpu().double()[:, None, None].expand(-1, s.shape[1], 1)], dim=2)
             outs.append((s.softmax(dim=2)[..., : k.shape[1]] @ v).transpose(0, 1))
         return torch.cat(outs)
 
@@ -193,7 +215,9 @@ def layer_of(**settings: Any) -> Implementation:
     return Implementation(HEADS, DIM, DIM**-0.5, HEADS_KV, **settings)
 
 
-def build_of(ranks: int = 1, builder: type[Builder] = Builder, mode: Any = CUDAGraphMode.NONE) -> Builder:
+def build_of(
+    ranks: int = 1, builder: type[Builder] = Builder, mode: Any = CUDAGraphMode.NONE, device: Any = "cpu"
+) -> Builder:
     """Returns a builder without an engine, whose graphs hold up to 16 tokens."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1, decode_context_parallel_size=ranks),
@@ -201,7 +225,7 @@ def build_of(ranks: int = 1, builder: type[Builder] = Builder, mode: Any = CUDAG
         compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=16),
         speculative_config=None,
     )
-    return builder(SimpleNamespace(dcp_sharded=True), ["layer"], config, torch.device("cpu"))
+    return builder(SimpleNamespace(dcp_sharded=True), ["layer"], config, torch.device(device))
 
 
 class Splitting(Builder):
@@ -221,10 +245,10 @@ SINKS = torch.tensor([1.0, -1.0, 0.0, 2.0])
 
 @pytest.mark.parametrize("builder", [Builder, Splitting])
 @pytest.mark.parametrize("padding", [0, 2])
-def test_mixed_batch_has_windows_softcap_and_sinks(builder: type[Builder], padding: int) -> None:
-    batch = Batch(*MIXED, padding=padding)
-    impl = layer_of(sliding_window=6, logits_soft_cap=2.0, sinks=SINKS)
-    out = batch.run(impl, build_of(builder=builder))
+def test_mixed_batch_has_windows_softcap_and_sinks(builder: type[Builder], padding: int, device: str) -> None:
+    batch = Batch(*MIXED, padding=padding, device=device)
+    impl = layer_of(sliding_window=6, logits_soft_cap=2.0, sinks=SINKS.to(device))
+    out = batch.run(impl, build_of(builder=builder, device=device))
     expected = batch.expected(lambda i, j: (j <= i) & (i - j < 6), cap=2.0, sinks=SINKS)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
@@ -240,30 +264,30 @@ def test_mixed_batch_is_split_where_prefills_begin(monkeypatch: pytest.MonkeyPat
     assert [(rows, call["max_seqlen_k"]) for rows, call in calls] == [(12, KEYS_STEP)]
 
 
-def test_layer_of_bfloat16_and_alibi() -> None:
-    batch = Batch(*MIXED, dtype=torch.bfloat16)
+def test_layer_of_bfloat16_and_alibi(device: str) -> None:
+    batch = Batch(*MIXED, dtype=torch.bfloat16, device=device)
     out = batch.run(layer_of(alibi_slopes=SLOPES))
     torch.testing.assert_close(out.double(), batch.expected(causal, slopes=SLOPES), atol=2e-2, rtol=0)
 
 
-def test_layer_that_is_not_causal_has_a_window_to_both_sides() -> None:
-    batch = Batch(*MIXED)
-    out = batch.run(layer_of(sliding_window=4), build_of(mode=CUDAGraphMode.FULL), causal=False)
+def test_layer_that_is_not_causal_has_a_window_to_both_sides(device: str) -> None:
+    batch = Batch(*MIXED, device=device)
+    out = batch.run(layer_of(sliding_window=4), build_of(mode=CUDAGraphMode.FULL, device=device), causal=False)
     expected = batch.expected(lambda i, j: (i - j).abs() < 4)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER])
-def test_encoder_reads_new_tokens_alone(attn_type: Any) -> None:
-    batch = Batch([3, 9], [0, 0])
+def test_encoder_reads_new_tokens_alone(attn_type: Any, device: str) -> None:
+    batch = Batch([3, 9], [0, 0], device=device)
     out = batch.run(layer_of(attn_type=attn_type, sliding_window=3), causal=False)
     assert batch.cache.isnan().all()
     expected = batch.expected(lambda i, j: (i - j).abs() < 3)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
 
-def test_cross_attention_sees_all_keys_of_the_encoder() -> None:
-    batch = Batch([2, 5], [9, 12])
+def test_cross_attention_sees_all_keys_of_the_encoder(device: str) -> None:
+    batch = Batch([2, 5], [9, 12], device=device)
     out = batch.run(layer_of(attn_type=AttentionType.ENCODER_DECODER), causal=False)
     torch.testing.assert_close(out.double(), batch.expected(lambda i, j: (i + j) >= 0), atol=1e-5, rtol=0)
 
@@ -333,6 +357,33 @@ def test_graphs_are_captured_with_open_bounds() -> None:
     ranks = build_of(mode=CUDAGraphMode.FULL)
     ranks.ranks, ranks.rank, ranks._context_lens = 2, 0, torch.zeros(8, dtype=torch.int32)
     assert ranks.build(0, Batch([1, 1], [0, 0]).common).max_context_len is None  # no choice by lengths in a graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 6, "sinks": SINKS}, {"alibi_slopes": SLOPES}], ids=str)
+def test_gpu_graph_captured_at_short_lengths_is_replayed_at_long_ones(settings: dict[str, Any]) -> None:
+    batch = Batch([1, 1, 1, 1], [20, 0, 300, 5], dtype=torch.bfloat16, device="cuda")
+    settings = {name: x.cuda() if torch.is_tensor(x) else x for name, x in settings.items()}
+    impl, builder = layer_of(**settings), build_of(mode=CUDAGraphMode.FULL, device="cuda")
+    correct = batch.run(impl, builder)
+    data = builder.build_for_cudagraph_capture(batch.common.replace(max_seq_len=1))
+    lengths, out = data.seq_lens.clone(), torch.full_like(batch.q, torch.nan)
+    data.seq_lens.fill_(1)
+    impl.forward(LAYER, batch.q, *batch.new(), batch.cache, data, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        impl.forward(LAYER, batch.q, *batch.new(), batch.cache, data, out)
+    data.seq_lens.copy_(lengths)
+    graph.replay()
+    assert torch.equal(out.cpu(), correct)
+
+
+@pytest.mark.slow(15)
+def test_the_script_that_times_a_layer_runs() -> None:
+    need_checkout(".ci")
+    lines = run_python(str(ROOT / ".ci" / "serving_steps.py"), "--cpu").splitlines()
+    assert "graph, captured at length 1: equal bits;" in " ".join(lines)
+    assert lines[-1].startswith("4 prompts of 2k after 2k ")
 
 
 def test_profiling_run_writes_zeros() -> None:
