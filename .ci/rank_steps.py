@@ -73,7 +73,7 @@ def as_rank(rank: int, copies: bool = False) -> Iterator[None]:
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=RANKS)
     try:
         with ExitStack() as stack:
-            stack.enter_context(patch.object(Link, "is_nccl", True))
+            stack.enter_context(patch.object(Link, "is_nccl", lambda link, x: True))
             if not copies:
                 stack.enter_context(patch.object(ring, "arrivals", lambda first, link: repeat(first, link.ranks)))
                 stack.enter_context(patch.object(ring, "start_shift", lambda *_: Transport.wait))

@@ -1,21 +1,18 @@
-"""Keys put together from received and local rows, by copies of consecutive rows, with gradients."""
+"""Keys put together from received and local rows, by one concatenation of consecutive rows."""
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.autograd import Function
 
 from .rectangles import Range
 from .scheme import on_device
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-CPU = torch.device("cpu")
 
 
 class Run(NamedTuple):
@@ -38,17 +35,14 @@ class Assembly(NamedTuple):
 
     @classmethod
     def of_ranges(
-        cls,
-        ranges: Sequence[Range],
-        held: Sequence[tuple[Range, Run]],
-        sizes: tuple[int, int],
-        device: torch.device = CPU,
+        cls, ranges: Sequence[Range], held: Sequence[tuple[Range, Run]], sizes: tuple[int, int], device: torch.device
     ) -> Assembly:
         """Puts ranges of the sequence one after the other. held: ascending ranges that are there, with their rows."""
         runs: list[Run] = []
         lasts = [last for (_, last), _ in held]
         for begin, end in ranges:
-            for (first, last), (source, row, _) in itertools.islice(held, bisect_right(lasts, begin), None):
+            for number in range(bisect_right(lasts, begin), len(held)):
+                (first, last), (source, row, _) = held[number]
                 if first >= end:
                     break
                 a, b = max(begin, first), min(end, last)
@@ -64,12 +58,20 @@ class Assembly(NamedTuple):
 
     def take(self, received: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Returns the rows."""
-        rows: torch.Tensor = _Take.apply(received, local, self)
-        return rows
+        parts = [(received, local)[run.source].narrow(0, run.first, run.size) for run in self.runs]
+        return torch.cat(parts or [local[:0]])
 
     def sum(self, rows: torch.Tensor) -> Pair:
-        """Returns rows added up at their places in both sources, in float32 at least, and in the dtype of `rows`."""
-        received, local = _Sum.apply(rows, self)
+        """Returns rows at their places in both sources: moved, or in float32 at least and added up."""
+        if self.inverse is not None:  # one gather takes less time than many copies
+            received, local = (rows.index_select(0, each) for each in self.inverse)
+            return received, local
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        received, local = (rows.new_zeros((size, *rows.shape[1:]), dtype=wide) for size in self.sizes)
+        place = 0
+        for source, first, size in self.runs:
+            (received, local)[source].narrow(0, first, size).add_(rows.narrow(0, place, size))
+            place += size
         return received, local
 
 
@@ -78,35 +80,3 @@ def _append(runs: list[Run], run: Run) -> None:
     if runs and runs[-1].source == run.source and runs[-1].first + runs[-1].size == run.first:
         run = Run(run.source, runs[-1].first, runs.pop().size + run.size)
     runs.append(run)
-
-
-class _Take(Function):
-    @staticmethod
-    def forward(ctx: Any, received: torch.Tensor, local: torch.Tensor, assembly: Assembly) -> torch.Tensor:
-        ctx.assembly = assembly
-        parts = [(received, local)[run.source].narrow(0, run.first, run.size) for run in assembly.runs]
-        return torch.cat(parts or [local[:0]])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return *ctx.assembly.sum(grad), None
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, assembly: Assembly) -> Pair:
-        ctx.assembly = assembly
-        if assembly.inverse is not None:  # one gather takes less time than many copies
-            received, local = (rows.index_select(0, each) for each in assembly.inverse)
-            return received, local
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        totals = [rows.new_zeros((size, *rows.shape[1:]), dtype=wide) for size in assembly.sizes]
-        place = 0
-        for source, first, size in assembly.runs:
-            totals[source].narrow(0, first, size).add_(rows.narrow(0, place, size))
-            place += size
-        return totals[0].to(rows.dtype), totals[1].to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, received: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.assembly.take(received, local), None

@@ -24,10 +24,9 @@ class Link(NamedTuple):
     ranks: int
     purpose: str
 
-    @property
-    def is_nccl(self) -> bool:
-        """True if transfers run on GPUs, in the order in which they begin."""
-        return bool(dist.get_backend(self.group) == dist.Backend.NCCL)
+    def is_nccl(self, x: torch.Tensor) -> bool:
+        """True if transfers of such tensors run on GPUs, in the order in which they begin."""
+        return x.is_cuda and "cuda:nccl" in dist.get_backend_config(self.group)
 
     def run(self, collective: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:
         """Calls a collective; its errors say what to look at."""
@@ -106,7 +105,7 @@ def arrivals(first: Parcel, link: Link) -> Iterator[Parcel]:
     A transfer begins before the caller reads the parcel that it sends. NCCL keeps the order of transfers, so there the
     next one is enqueued, too, and may lose a race for SMs with the kernels of a step.
     """
-    ahead, last = 2 if link.is_nccl else 1, link.ranks - 1
+    ahead, last = 2 if link.is_nccl(first.buffer) else 1, link.ranks - 1
     parcels = [first, *(first.empty_like() for _ in range(min(ahead, last)))]
     waits: list[Callable[[], None]] = []
     for step in range(link.ranks):

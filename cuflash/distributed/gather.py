@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd import Function
 
 from .. import backward
 from ..frameworks.torch import attention
@@ -45,7 +46,7 @@ class Fetch(NamedTuple):
 def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a rank's rows."""
     fetch, assembly, is_one_call = _plan(call, q)
-    k, v = (_fetched(call, fetch, assembly, x) for x in (k, v))
+    k, v = (_Keys.apply(x, call, fetch, assembly) for x in (k, v))
     if is_one_call:
         window = call.window.left, call.window.right
         out, lse = attention(q[0], k[0], v[0], window_size=window, return_lse=True, **fetch.bounds, **call.options,
@@ -61,7 +62,7 @@ def gather(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
 def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
     """Returns dq, dk, dv, dbias and dsinks; the latter is this rank's part of a sum. Keys are fetched again."""
     fetch, assembly, is_one_call = _plan(call, q)
-    k, v = (_fetched(call, fetch, assembly, x) for x in (k, v))
+    k, v = (_fetched(x, call, fetch, assembly) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
     if is_one_call:
         packed = [x[0] for x in (dout, q, k, v, out, lse)]
@@ -83,7 +84,7 @@ def gather_gradients(call: Call, dout: Any, dlse: Any, q: Any, k: Any, v: Any, o
             dv[:, keys] += results[2]
             for (name, total), part in zip(grads.items(), sums, strict=True):
                 (total if name == "sinks" else part_of_bias(total, rows, columns)).add_(part)
-    dk, dv = (_returned(call, fetch, assembly, x).to(q.dtype) for x in (dk, dv))
+    dk, dv = (_returned(x, call, fetch, assembly).to(q.dtype) for x in (dk, dv))
     grads = {name: total.to(call.leaves[name].dtype) for name, total in grads.items()}
     return dq, dk, dv, grads.get("bias"), grads.get("sinks")
 
@@ -106,31 +107,60 @@ def _plan(call: Call, q: torch.Tensor) -> tuple[Fetch, Assembly, bool]:
     return fetch, fetch.packed, True
 
 
-def _fetched(call: Call, fetch: Fetch, assembly: Assembly, x: torch.Tensor) -> torch.Tensor:
+def _fetched(x: torch.Tensor, call: Call, fetch: Fetch, assembly: Assembly) -> torch.Tensor:
     """Returns keys or values out of this rank's rows and those of others."""
     local = x.transpose(0, 1)
     return assembly.take(exchange(fetch.sent.take(local), fetch.send, fetch.receive, call.link), local).transpose(0, 1)
 
 
-def _returned(call: Call, fetch: Fetch, assembly: Assembly, grad: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of this rank's rows, from those of the rows that all ranks fetched."""
+def _returned(grad: torch.Tensor, call: Call, fetch: Fetch, assembly: Assembly) -> torch.Tensor:
+    """Returns the gradient of this rank's rows, in float32 at least, from those of the keys of all ranks."""
+    received, local = assembly.sum(grad.transpose(0, 1))
     wide = torch.promote_types(grad.dtype, torch.float32)
-    received, local = assembly.sum(grad.transpose(0, 1).to(wide))
-    return (local + fetch.sent.sum(exchange(received, fetch.receive, fetch.send, call.link))).transpose(0, 1)
+    of_others = exchange(received, fetch.receive, fetch.send, call.link).to(wide)
+    return (fetch.sent.sum(of_others) + local).transpose(0, 1)
+
+
+class _Keys(Function):
+    """`_fetched` with a gradient that is rounded once, and has one of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        ctx.arguments = arguments
+        return _fetched(x, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _KeysGradient.apply(grad, *ctx.arguments), None, None, None
+
+
+class _KeysGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        ctx.arguments = arguments
+        return _returned(grad, *arguments).to(grad.dtype, copy=True)  # a view may not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Keys.apply(grad, *ctx.arguments), None, None, None
 
 
 @lru_cache(LAYOUTS)
 def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> Fetch:
     needed = [needed_keys(layout, each, window) for each in range(layout.ranks)]
 
+    lasts = [[end for _, end in ranges] for ranges in needed]
+
     def held(receiver: int, sender: int) -> list[tuple[Range, int]]:
         """Returns the ranges of needed rows that a rank sends to another, and the first local row of each."""
         ranges = []
         for span in layout.spans[sender]:
-            for begin, end in needed[receiver]:
+            for number in range(bisect_right(lasts[receiver], span.begin), len(needed[receiver])):
+                begin, end = needed[receiver][number]
+                if begin >= span.end:
+                    break
                 a, b = max(begin, span.begin), min(end, span.end)
-                if a < b:
-                    ranges.append(((a, b), a - span.begin + span.local))
+                ranges.append(((a, b), a - span.begin + span.local))
         return ranges
 
     ranks = range(layout.ranks)

@@ -111,7 +111,7 @@ def ring_forward(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         if step == 0:
             # Filled here, as the first transfer gets its SMs meanwhile. A kernel first would hold all for its duration.
             state = make((*q.shape[:3], v.shape[3]), dtype=wide), _first_lse(q, sinks)
-        options["sm_margin"] = SM_MARGIN if step < ranks - 1 and call.link.is_nccl else 0
+        options["sm_margin"] = SM_MARGIN if step < ranks - 1 and call.link.is_nccl(q) else 0
         if step == 0 and _keeps_order(call):
             (*local, out, lse), mask = _local(call, (q, k, v, *state))
             if writes_state:
@@ -143,7 +143,7 @@ def ring_backward(
     dq = torch.zeros_like(q, dtype=wide)
     grads = [torch.zeros_like(x, dtype=wide) for _, x in leaves]
     # Sums for a step's keys are still on their way from the rank before, so it adds to zeros, while others are sent.
-    *sums_of_steps, received_sums = (first.empty_like(wide) for _ in range(3))
+    *sums_of_steps, received = (first.empty_like(wide) for _ in range(3))
     delta, waits = None, list[Callable[[], None]]()
     for step, keys in enumerate(arrivals(first, call.link)):
         new = sums_of_steps[step % 2]
@@ -171,17 +171,24 @@ def ring_backward(
                 *_, sums = _backward(*arrays, grads_out=targets, **some, **more, **options)
                 for (_, total), grad in zip(captured, sums if captured else (), strict=True):
                     total += grad
-        total, received = new.buffer, received_sums.buffer
+        total = new.buffer
         if step == ranks - 1:  # complete sums travel home, rounded as their owner would round them
             total = sums_of_steps[ranks % 2].buffer.view(k.dtype)[: total.numel()]
         if step:
             waits[-1]()
-            torch.add(new.buffer, received, out=total)
+            torch.add(new.buffer, received.buffer, out=total)
         elif ranks == 1:
             total.copy_(new.buffer)
-        waits.append(start_shift(total, first.buffer if step == ranks - 1 else received, call.link))
-    waits[-1]()
-    dk, dv = (total[:, : k.shape[1]] for total in first.tensors)
+        if step < ranks - 1:
+            waits.append(start_shift(total, received.buffer, call.link))
+    # Each to memory of its own, as a caller may keep or change one of them.
+    home = [torch.empty_like(x) for x in first.tensors]
+    for wait in [
+        start_shift(part, x.view(-1), call.link)
+        for part, x in zip(total.split_with_sizes([x.numel() for x in home]), home, strict=True)
+    ]:
+        wait()
+    dk, dv = (x if x.shape[1] == k.shape[1] else x[:, : k.shape[1]].clone() for x in home)
     of_leaves = [
         _sinks_gradient(dout, dlse, out, lse, x) if name == "sinks" else total.to(x.dtype)
         for (name, x), total in zip(leaves, grads, strict=True)

@@ -1,7 +1,7 @@
 """Drawn cases of `cuflash.distributed.jax` on devices of the host, beside one device: run by tests/distributed.
 
 distributed_jax_cases.py RANKS FIRST COUNT    prints what is wrong, then "ran COUNT"
-distributed_jax_cases.py RANKS refusals       tries bad calls
+distributed_jax_cases.py RANKS refusals       tries bad calls, and calls under strict promotion
 """
 
 from __future__ import annotations
@@ -149,11 +149,25 @@ def refusals(ranks: int) -> list[str]:
     return wrong
 
 
+def strict_promotion(ranks: int) -> list[str]:
+    """Returns the schemes whose calls of 16 bits need implicit promotion of dtypes, which a program may forbid."""
+    q, rows, wrong = jnp.ones((1, 4 * ranks, ranks, 8), jnp.bfloat16), jax.P(None, "context"), []
+    with jax.numpy_dtype_promotion("strict"):
+        for scheme in ("ring", "ulysses", "gather"):
+            call: Any = functools.partial(attention, axis_name="context", scheme=scheme)
+            try:
+                out, pull = jax.vjp(over_ranks(call, ranks, (rows,) * 3, rows), q, q, q)
+                pull(out)
+            except Exception as error:
+                wrong.append(f"{scheme} differs under strict promotion: {error}")
+    return wrong
+
+
 def main() -> None:
     """Runs cases; prints what is wrong."""
     ranks, first, *count = int(sys.argv[1]), *sys.argv[2:]
     if first == "refusals":
-        wrong = refusals(ranks)
+        wrong = refusals(ranks) + strict_promotion(ranks)
     else:
         wrong = [text for seed in range(int(first), int(first) + int(*count)) for text in failures(seed, ranks)]
     print(*wrong, f"ran {count[0] if count else first}", sep="\n")

@@ -112,8 +112,11 @@ def _ring_gradients(call: Call, residuals: tuple[Any, ...], cotangents: tuple[An
                 some_k, some_v = (x[:, columns] for x in keys)
                 grads = _gradients(call, part, q[:, rows], some_k, some_v, dout[:, rows], out[:, rows],
                                    lse[..., rows], dlse[..., rows])  # fmt: skip
-                dq = _updated(dq, rows, 1, dq[:, rows] + grads[0])
-                dk, dv = (_updated(x, columns, 1, x[:, columns] + g) for x, g in ((dk, grads[1]), (dv, grads[2])))
+                dq = _updated(dq, rows, 1, dq[:, rows] + grads[0].astype(wide))
+                dk, dv = (
+                    _updated(x, columns, 1, x[:, columns] + grad.astype(wide))
+                    for x, grad in ((dk, grads[1]), (dv, grads[2]))
+                )
             return dq, dk, dv
 
         return branch
