@@ -220,8 +220,8 @@ ALLOWED = {
     "mods/tracing/tracers": {"torch", "numpy"},
     "mods/tracing/capture": {"torch"},
     # Context parallelism is that of torch.distributed and of JAX.
-    **{f"distributed/{name}": {"torch"} for name in ("calls", "exchange", "gather", "ops", "regions")},
-    **{f"distributed/{name}": {"torch"} for name in ("ring", "scheme", "torch", "ulysses")},
+    **{f"distributed/{name}": {"torch"} for name in ("assembly", "calls", "exchange", "gather", "ops", "regions")},
+    **{f"distributed/{name}": {"torch"} for name in ("ring", "scheme", "selection", "torch", "ulysses")},
     "distributed/__init__": {"torch"}, "distributed/layout": {"torch"},
     **{f"distributed/jax/{name}": {"jax"} for name in ("__init__", "call", "gather", "ring", "ulysses")},
     "problem/array_spec": {"numpy"},  # default of a spec without an array
