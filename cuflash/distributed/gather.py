@@ -116,8 +116,8 @@ def _fetched(x: torch.Tensor, call: Call, fetch: Fetch, assembly: Assembly) -> t
 def _returned(grad: torch.Tensor, call: Call, fetch: Fetch, assembly: Assembly) -> torch.Tensor:
     """Returns the gradient of this rank's rows, in float32 at least, from those of the keys of all ranks."""
     received, local = assembly.sum(grad.transpose(0, 1))
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    of_others = exchange(received, fetch.receive, fetch.send, call.link).to(wide)
+    wide = received.to(torch.promote_types(grad.dtype, torch.float32))  # on all ranks: not each of them adds up
+    of_others = exchange(wide, fetch.receive, fetch.send, call.link)
     return (fetch.sent.sum(of_others) + local).transpose(0, 1)
 
 

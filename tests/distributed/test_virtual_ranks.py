@@ -198,6 +198,29 @@ def test_gradients_of_16_bits_are_sums_in_float32(scheme: str, most: float) -> N
 
 
 @pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
+def test_ranks_exchange_the_same_dtypes(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under "gather" some ranks add gradients of keys up and others move them."""
+    dtypes: dict[int, list[torch.dtype]] = {}
+    send = torch.distributed.all_to_all_single
+
+    def spied(received: Any, sent: Any, *counts: Any, **keywords: Any) -> Any:
+        assert received.dtype == sent.dtype
+        dtypes.setdefault(torch.distributed.get_rank(), []).append(sent.dtype)
+        return send(received, sent, *counts, **keywords)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", spied)
+    for layout in (Layout(30, 3), Layout(30, 3, "contiguous"), Layout([0, 4, 11, 30], 3, "balanced", chunk=4)):
+        dtypes.clear()
+
+        def differentiate(rank: int, layout: Layout = layout) -> None:
+            leaves = [torch.randn(1, layout.rows[rank], 3, 8).bfloat16().requires_grad_() for _ in range(3)]
+            attention(*leaves, layout=layout, scheme=scheme, window_size=(3, 0)).sum().backward()
+
+        run_ranks(3, differentiate)
+        assert dtypes[0] == dtypes[1] == dtypes[2]
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "ulysses"])
 def test_a_second_derivative_is_refused(scheme: str) -> None:
     def penalized(rank: int) -> None:
         x = torch.randn(1, 10, 4, 8, requires_grad=True)
