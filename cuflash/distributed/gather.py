@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd import Function
 
@@ -19,7 +18,6 @@ from .exchange import exchange
 from .layout import Layout
 from .rectangles import Piece, Range, Window, needed_keys, pieces_of
 from .scheme import LAYOUTS, Call, bounds_of
-from .selection import Selection
 from .shapes import part_of_bias
 
 _backward: Any = backward  # overloads do not take keywords of a dict
@@ -35,7 +33,7 @@ class Fetch(NamedTuple):
 
     send: list[int]
     receive: list[int]
-    sent: Selection
+    sent: Assembly
     pieces: list[Piece]
     ordered: Assembly
     starts: list[int]
@@ -110,7 +108,9 @@ def _plan(call: Call, q: torch.Tensor) -> tuple[Fetch, Assembly, bool]:
 def _fetched(x: torch.Tensor, call: Call, fetch: Fetch, assembly: Assembly) -> torch.Tensor:
     """Returns keys or values out of this rank's rows and those of others."""
     local = x.transpose(0, 1)
-    return assembly.take(exchange(fetch.sent.take(local), fetch.send, fetch.receive, call.link), local).transpose(0, 1)
+    return assembly.take(
+        exchange(fetch.sent.take(local, local[:0]), fetch.send, fetch.receive, call.link), local
+    ).transpose(0, 1)
 
 
 def _returned(grad: torch.Tensor, call: Call, fetch: Fetch, assembly: Assembly) -> torch.Tensor:
@@ -118,7 +118,8 @@ def _returned(grad: torch.Tensor, call: Call, fetch: Fetch, assembly: Assembly) 
     received, local = assembly.sum(grad.transpose(0, 1))
     wide = received.to(torch.promote_types(grad.dtype, torch.float32))  # on all ranks: not each of them adds up
     of_others = exchange(wide, fetch.receive, fetch.send, call.link)
-    return (fetch.sent.sum(of_others) + local).transpose(0, 1)
+    total, _ = fetch.sent.sum(of_others)
+    return (total + local).transpose(0, 1)
 
 
 class _Keys(Function):
@@ -167,8 +168,7 @@ def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> F
     give = [held(each, rank) if each != rank else [] for each in ranks]
     take = [held(rank, each) if each != rank else [] for each in ranks]
     send, receive = ([sum(b - a for (a, b), _ in ranges) for ranges in each] for each in (give, take))
-    empty: Any = np.empty(0, np.int64)
-    sent = np.concatenate([empty, *(np.arange(first, first + b - a) for each in give for (a, b), first in each)])
+    sent = Assembly([Run(0, first, b - a) for each in give for (a, b), first in each], (layout.rows[rank], 0), None)
     of_others = [bounds for each in take for bounds, _ in each]
     rows = [((span.begin, span.end), Run(1, span.local, span.size)) for span in layout.spans[rank]]
     rows += [(each, Run(0, *run)) for each, run in zip(of_others, _consecutive(of_others), strict=True)]
@@ -186,9 +186,8 @@ def _fetch(layout: Layout, rank: int, window: Window, device: torch.device) -> F
         packed = Assembly.of_ranges(keys, rows, sizes, device)
         for name, ranges in (("q", [piece.local for piece in pieces]), ("k", keys)):
             keywords |= bounds_of((0, *(first + size for first, size in _consecutive(ranges))), device, name)
-    selection = Selection.from_index(sent, layout.rows[rank], device)
     ordered = Assembly.of_ranges(needed[rank], rows, sizes, device)
-    return Fetch(send, receive, selection, pieces, ordered, starts, packed, keywords)
+    return Fetch(send, receive, sent, pieces, ordered, starts, packed, keywords)
 
 
 def _consecutive(ranges: list[Range]) -> list[tuple[int, int]]:

@@ -19,8 +19,8 @@ from . import ring as by_ring
 from .choice import bias_lacks, kv_copies, ulysses_lacks
 from .exchange import Link, exchange
 from .layout import Layout
+from .permutation import Permutation
 from .scheme import LAYOUTS, Call, bounds_of
-from .selection import Selection
 from .shapes import heads_of_bias
 
 _backward: Any = backward  # overloads do not take keywords of a dict
@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
     link: Link
     rows: tuple[int, ...]
-    ascending: Selection
+    ascending: Permutation
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Turns (batch, rows of this rank, heads, dim) into (batch, all rows, heads of this rank, dim)."""
@@ -189,14 +189,14 @@ def _documents(layout: Layout, device: torch.device) -> dict[str, Any]:
 
 
 @lru_cache(LAYOUTS)
-def _ascending(layout: Layout, first: int, ranks: int, device: torch.device) -> Selection:
+def _ascending(layout: Layout, first: int, ranks: int, device: torch.device) -> Permutation:
     """Returns `Heads.ascending` of some ranks."""
     rows = np.concatenate([layout.indices(rank) for rank in range(first, first + ranks)])
-    return Selection.from_index(np.argsort(rows), len(rows), device)
+    return Permutation.from_index(np.argsort(rows), device)
 
 
 @lru_cache(LAYOUTS)
-def _by_rank(batch: int, rows: int, ranks: int, device: torch.device) -> Selection:
+def _by_rank(batch: int, rows: int, ranks: int, device: torch.device) -> Permutation:
     """Returns the order (rank, row, batch) of the heads for each rank, which lie by (batch, row, rank)."""
     order = np.arange(batch * rows * ranks).reshape(batch, rows, ranks).transpose(2, 1, 0)
-    return Selection.from_index(order.ravel(), order.size, device)
+    return Permutation.from_index(order.ravel(), device)

@@ -221,7 +221,7 @@ ALLOWED = {
     "mods/tracing/capture": {"torch"},
     # Context parallelism is that of torch.distributed and of JAX.
     **{f"distributed/{name}": {"torch"} for name in ("assembly", "calls", "exchange", "gather", "ops", "regions")},
-    **{f"distributed/{name}": {"torch"} for name in ("ring", "scheme", "selection", "torch", "ulysses")},
+    **{f"distributed/{name}": {"torch"} for name in ("permutation", "ring", "scheme", "torch", "ulysses")},
     "distributed/__init__": {"torch"}, "distributed/layout": {"torch"},
     **{f"distributed/jax/{name}": {"jax"} for name in ("__init__", "call", "gather", "ring", "ulysses")},
     "problem/array_spec": {"numpy"},  # default of a spec without an array
