@@ -190,8 +190,8 @@ def print_host_times(size: Size) -> None:
 def print_memory(size: Size) -> None:
     """Prints a rank's peak of memory beyond inputs, results and sums in float32, in copies of its k and v.
 
-    At most 3 are allowed. Sums: out in forward; in backward dq, and dk and dv three times, as they are computed, sent
-    and received at once.
+    At most 3 are allowed. Sums: out and lse in forward; in backward dq, and dk and dv three times, as they are
+    computed, sent and received at once.
     """
     layout = Layout(RANKS * size.rows, RANKS)
     heads = f"{size.heads_q} and {size.heads_kv} heads"
@@ -200,14 +200,14 @@ def print_memory(size: Size) -> None:
     row, row_kv = (size.rows * heads * size.dim for heads in (size.heads_q, size.heads_kv))
     of_keys = 2 * row_kv * 2
     with as_rank(RANKS - 1, copies=True):
-        for name, sums in (("forward", row), ("backward", row + 3 * 2 * row_kv)):
+        for name, sums in (("forward", row + size.rows * size.heads_q), ("backward", row + 3 * 2 * row_kv)):
             call = getattr(mine, name)
             call()  # compiles, and holds the graph for backward
             synchronize()
             results, most = ARRAYS().peak(call)
             del results
             copies = (most - 4 * sums) / of_keys
-            print(f"{name:8} {copies:6.2f}{'' if copies <= 3.1 else '  OVER 3'}", flush=True)
+            print(f"{name:8} {copies:6.2f}{'' if copies <= 3 else '  OVER 3'}", flush=True)
 
 
 def main() -> None:

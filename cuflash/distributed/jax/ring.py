@@ -57,7 +57,7 @@ def _merged(state: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _updated(x: Any, rows: slice, axis: int, new: Any) -> Any:
-    """Returns x with other rows. XLA makes a scatter of x.at[].set()."""
+    """Returns x with other rows. x.at[].set() is a scatter, which in a branch ends XLA's compiler of jaxlib 0.11.2."""
     return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), rows.start, axis)
 
 
