@@ -64,7 +64,8 @@ IMPORTED = """
 import time
 print("ready", flush=True)
 try:
-    time.sleep(3600)
+    while True:  # in short sleeps: Python would see a signal that comes just before a sleep only after it
+        time.sleep(0.1)
 except BaseException:
     pass
 """
@@ -141,7 +142,8 @@ from cuflash.__main__ import main
 
 def wait():
     print("ready", flush=True)
-    time.sleep(3600)
+    while True:
+        time.sleep(0.1)
 
 atexit.register(wait)
 sys.exit(main(["--version"]))
