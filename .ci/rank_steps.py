@@ -75,7 +75,7 @@ def as_rank(rank: int, copies: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(patch.object(Link, "is_nccl", lambda link, x: True))
             if not copies:
-                stack.enter_context(patch.object(ring, "arrivals", lambda first, link: repeat(first, link.ranks)))
+                stack.enter_context(patch.object(ring, "arrivals", lambda first, link, *_: repeat(first, link.ranks)))
                 stack.enter_context(patch.object(ring, "start_shift", lambda *_: Transport.wait))
             yield
     finally:
@@ -172,19 +172,18 @@ def print_shares(size: Size) -> None:
 
 
 def print_host_times(size: Size) -> None:
-    """Prints the host's time of a rank, beside its kernels' time."""
+    """Prints the host's time of a rank, beside its kernels' time. Each call follows calls of its own."""
     layout = Layout(RANKS * size.rows, RANKS)
-    print(
-        f"\n{size.rows} rows a rank, {size.heads_q} heads: time until the last launch returns, and of the kernels, ms"
-    )
+    heads = f"{size.rows} rows a rank, {size.heads_q} heads"
+    print(f"\n{heads}: time until the last launch returns, one call after the other, and of the kernels, ms")
     mine = Passes.prepared(size.rows, size, lambda *x: attention(*x, layout=layout, scheme="ring", causal=True))
     for rank in range(RANKS):
         with as_rank(rank):
             calls: dict[str, Any] = {"forward": mine.forward, "both": mine.both}
-            of_host, of_kernels = medians(host_seconds, calls), medians(seconds, calls)
-            for name in calls:
-                mark = "" if of_host[name] < of_kernels[name] else "  ABOVE"
-                print(f"{rank:4} {name:8} {of_host[name] * 1e3:8.3f} {of_kernels[name] * 1e3:8.3f}{mark}", flush=True)
+            for name, call in calls.items():
+                of_host, of_kernels = (medians(timer, {name: call})[name] for timer in (host_seconds, seconds))
+                mark = "" if of_host < of_kernels else "  ABOVE"
+                print(f"{rank:4} {name:8} {of_host * 1e3:8.3f} {of_kernels * 1e3:8.3f}{mark}", flush=True)
 
 
 def print_memory(size: Size) -> None:
@@ -205,8 +204,9 @@ def print_memory(size: Size) -> None:
             call()  # compiles, and holds the graph for backward
             synchronize()
             results, most = ARRAYS().peak(call)
+            of_results = sum(x.nbytes for x in results)  # of a tensor, too, over its batch
+            copies = (most - of_results - 4 * sums) / of_keys
             del results
-            copies = (most - 4 * sums) / of_keys
             print(f"{name:8} {copies:6.2f}{'' if copies <= 3 else '  OVER 3'}", flush=True)
 
 
