@@ -99,13 +99,14 @@ def start_shift(sent: torch.Tensor, received: torch.Tensor, link: Link) -> Calla
     return lambda: link.run(work.wait)
 
 
-def arrivals(first: Parcel, link: Link) -> Iterator[Parcel]:
+def arrivals(first: Parcel, link: Link, ahead: int = 1) -> Iterator[Parcel]:
     """Yields a rank's own parcel, and those of the previous ranks as they arrive. Each is valid until the next is due.
 
-    A transfer begins before the caller reads the parcel that it sends. NCCL keeps the order of transfers, so there the
-    next one is enqueued, too, and may lose a race for SMs with the kernels of a step.
+    A transfer begins before the caller reads the parcel that it sends. ahead: transfers that are enqueued at a time. A
+    second one costs one more buffer, and may lose a race for SMs with the kernels of a step. Only backends that keep
+    the order of transfers, as NCCL does, take more than one.
     """
-    ahead, last = 2 if link.is_nccl(first.buffer) else 1, link.ranks - 1
+    last = link.ranks - 1
     parcels = [first, *(first.empty_like() for _ in range(min(ahead, last)))]
     waits: list[Callable[[], None]] = []
     for step in range(link.ranks):

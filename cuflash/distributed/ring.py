@@ -107,8 +107,8 @@ def ring_forward(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     # A sink is the lse of a state whose out is 0. Without sinks, a first step over all rows writes the state.
     writes_state = sinks is None and _keeps_order(call)
     make = q.new_empty if writes_state else q.new_zeros
-    margin = SM_MARGIN if call.link.is_nccl(q) else 0
-    for step, keys in enumerate(arrivals(Parcel.pack([_padded(call, k), _padded(call, v)]), call.link)):
+    margin, ahead = (SM_MARGIN, 2) if call.link.is_nccl(q) else (0, 1)
+    for step, keys in enumerate(arrivals(Parcel.pack([_padded(call, k), _padded(call, v)]), call.link, ahead)):
         if step == 0:
             # Filled here, as the first transfer gets its SMs meanwhile. A kernel first would hold all for its duration.
             state = make((*q.shape[:3], v.shape[3]), dtype=wide), _first_lse(q, sinks)

@@ -63,15 +63,20 @@ def test_a_ring_repeats_its_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_a_ring_on_nccl_begins_a_transfer_ahead(ranks: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Link, "is_nccl", lambda link, x: True)
-
+def test_parcels_arrive_in_turn(ranks: int) -> None:
     def steps_of(rank: int) -> None:
-        first = Parcel.pack([torch.full((3,), float(rank))])
-        for step, parcel in enumerate(arrivals(first, Link(torch.distributed.group.WORLD, rank, ranks, "a test"))):
-            assert parcel.tensors[0].tolist() == [(rank - step) % ranks] * 3
+        for ahead in (1, 2):
+            first = Parcel.pack([torch.full((3,), float(rank))])
+            link = Link(torch.distributed.group.WORLD, rank, ranks, "a test")
+            for step, parcel in enumerate(arrivals(first, link, ahead)):
+                assert parcel.tensors[0].tolist() == [(rank - step) % ranks] * 3
 
     run_ranks(ranks, steps_of)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_a_ring_on_nccl_begins_a_transfer_ahead(ranks: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Link, "is_nccl", lambda link, x: True)
     for mask in MASKS:
         for seqlen in (200, [0, 70, 200]):
             assert not failures(case_of("ring", device, Layout(seqlen, ranks), 64, **mask), 0, device)
