@@ -10,29 +10,35 @@ from typing import Any
 import numpy as np
 
 import cuflash
-from cuflash.planning import tiles_sm80
+from cuflash.planning import tiles_sm80, tiles_sm90
 from cuflash.testing.cases import Case
 
 CUTS = 0, 170, 340  # of the keys
+MANY_QUERIES = max(tile.min_queries for tile in tiles_sm90.BACKWARD) + 8
 BOUNDS = {"cu_seqlens_q": (0, 20, 20, 65), "cu_seqlens_k": (0, 100, 130, 170)}  # packed sequences are one part
 
 
 def sums(xp: Any, deterministic: bool, turned: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields names and calls; each returns all sums. xp: the array library. turned: changes the strides of q."""
-    for dtype, dim, packed in itertools.product(tiles_sm80.TILES, (64, 128, 256, 33), (False, True)):
+    ways = [*itertools.product(tiles_sm80.TILES, (64, 128, 256, 33), (False, True), (65,))]
+    ways += [(dtype, 128, False, MANY_QUERIES) for dtype in ("float16", "bfloat16")]
+    for dtype, dim, packed, queries in ways:
         if dtype != "float32" or dim <= 128:
-            arguments = _arguments(xp, dtype, dim, packed, turned)
-            name = f"sums {dtype} {dim}{' packed' * packed}"
+            arguments = _arguments(xp, dtype, dim, packed, queries, turned)
+            name = f"sums {dtype} {dim}{' packed' * packed} {queries}"
             yield f"{name} forward", partial(_forward, xp, *arguments)
             yield f"{name} backward", partial(_backward, xp, *arguments, deterministic)
 
 
-def _arguments(xp: Any, dtype: str, dim: int, packed: bool, turned: Callable[[Any], Any]) -> tuple[Any, ...]:
+def _arguments(
+    xp: Any, dtype: str, dim: int, packed: bool, queries: int, turned: Callable[[Any], Any]
+) -> tuple[Any, ...]:
     """Returns q, k, v; the keywords of each part of the keys; and float32 arrays for out, lse, dq, dk and dv."""
-    case = Case("sums", 1, 65, 340, 4, 2, dim, dim, dtype)
+    heads = (1, 1) if queries == MANY_QUERIES else (4, 2)
+    case = Case("sums", 1, queries, 340, *heads, dim, dim, dtype)
     q, k, v = (xp.asarray(x) for x in case.arrays())
     floats = [xp.empty(x.shape, "float32") for x in (q, q, k, v)]
-    floats.insert(1, xp.empty((1, 4, 65), "float32"))
+    floats.insert(1, xp.empty((1, heads[0], queries), "float32"))
     q = turned(q)
     if packed:
         q, k, v, *floats = (x[0] for x in (q, k, v, *floats))

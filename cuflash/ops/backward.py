@@ -227,6 +227,7 @@ def backward(
 
     Bits. Without deterministic, kernels add dq in no fixed order on a GPU. The sums take a float32 workspace of dq's
     size, head_dim rounded up to the kernel's head dim. So do dk and dv of keys that several thread blocks share. With
+    accumulate Hopper's kernels need neither up to head dim 128: they add to grads_out. With
     deterministic, Hopper's kernels add dq in the order of the keys. The kernels for any GPU compute the scores twice
     instead, which takes about a third longer. Over head dim 128, Hopper has one kernel for each gradient, and bits
     repeat in any case. At most two thread blocks share keys there, and a sum of two has one order. Without

@@ -237,7 +237,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     }
     # `semaphores` has a counter for each tile of dq and for each shared key block. With mask tiles it then has one of
     # the key blocks taken, and one for each order.
-    workspace = _sums(tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
+    workspace = _sums(problem, tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
     counters, more_semaphores, of_mask_tiles = heads * num_q_blocks, shared.shared_keys, []
     if is_sparse:
         listed = KeySteps.for_problem(problem, num_q_blocks, num_k_blocks)
@@ -301,7 +301,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "last_steps": steps if full else 0,
         "sequences_together": sequences_together,
     }
-    workspace = _sums(tile, problem.heads_q, stats_rows, num_q_blocks, shared_keys) | {
+    workspace = _sums(problem, tile, problem.heads_q, stats_rows, num_q_blocks, shared_keys) | {
         "key_list": most_blocks * block_words(problem),
         "key_shares": KEY_SHARES_WORDS,
         # A counter for each tile of dq, one for each shared key block, and one of the key blocks taken.
@@ -318,11 +318,16 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
 
 
 def _sums(
-    tile: WarpgroupBackwardTile, heads: int, stats_rows: int, num_q_blocks: int, shared_keys: int
+    problem: Problem, tile: WarpgroupBackwardTile, heads: int, stats_rows: int, num_q_blocks: int, shared_keys: int
 ) -> dict[str, int]:
-    """Returns floats of the workspace without counters: stats, and sums that thread blocks share."""
-    return {
-        "stats": 2 * heads * stats_rows,
+    """Returns floats of the workspace without counters: stats, and sums that thread blocks share.
+
+    With accumulate, thread blocks add to the float32 arrays of the call.
+    """
+    stats = {"stats": 2 * heads * stats_rows}
+    if problem.op.accumulates:
+        return stats
+    return stats | {
         "dq_acc": heads * num_q_blocks * tile.acc_floats,
         "dk_acc": shared_keys * tile.block_k * tile.head_dim,
         "dv_acc": shared_keys * tile.block_k * tile.head_dim_v,

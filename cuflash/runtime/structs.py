@@ -223,7 +223,7 @@ _STRUCTS |= {
     "DeltaArrayParams": _derived("DeltaParams", _pointers("delta")),
     "TiledForwardStateParams": _derived("TiledForwardParams", [*_operands("out"), ("unused_of_state", c_int64 * 3)]),
     "VarlenForwardStateParams": _derived("VarlenForwardParams", [*_operands("out"), ("unused_of_state", c_int64 * 3)]),
-    "TiledBackwardSumsParams": _derived("TiledBackwardParams", [*_operands("dq dk dv"), ("unused_of_sums", c_int64)]),
+    "TiledBackwardSumsParams": _derived("TiledBackwardParams", [*_operands("dk dv"), ("unused_of_sums", c_int64 * 6)]),
 }
 STRUCTS: dict[str, type[Structure]] = {
     name: type(name, (Structure,), {"_fields_": fields}) for name, fields in _STRUCTS.items()

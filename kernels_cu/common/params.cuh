@@ -250,7 +250,7 @@ struct ConvertParams {
 struct TiledBackwardParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
   const float* stats;      // (batch, heads_q, 2, stats_rows): lse * log2(e), and delta
-  float* dq_acc;           // dq / softmax_scale in the order of the product's fragments
+  float* dq_acc;           // dq / softmax_scale in the order of the product's fragments; null with kAccumulates
   float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each of the shared_keys, in the same order; or null
   // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv. If varlen or block-sparse, one more
   // counts the key blocks that thread blocks have taken.
@@ -270,10 +270,10 @@ struct TiledBackwardParams {
   const int *tile_counts, *key_steps, *key_order;               // of portable/tile_counts.cu; null unless block-sparse
 };
 
-// sm90/backward/backward.cu with kAccumulates, which adds dk, dv and transposed tiles of dq from registers.
+// sm90/backward/backward.cu with kAccumulates, which adds dk and dv from registers.
 struct TiledBackwardSumsParams : TiledBackwardParams {
-  Operand dq, dk, dv;
-  long long unused_of_sums;
+  Operand dk, dv;
+  long long unused_of_sums[6];
 };
 
 // sm90/backward/backward_dq_dkv.cu, for each of its three gradients.

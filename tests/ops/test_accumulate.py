@@ -159,6 +159,25 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(case: Case, determinist
     gradients.check(case, args, tuple(host(x).astype(numpy_dtype(case.dtype)) for x in first))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [{}, {"causal": True, "diagonal_offset": -100}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 1)], ids=str)
+def test_many_queries_add_to_the_rows_of_all(heads: tuple[int, int], mask: dict[str, Any], cupy: Any) -> None:
+    """Queries enough for Hopper's tile of 80, whose dq is transposed, and keys that thread blocks share."""
+    case = Case("long", 1, 8751, 420, *heads, 128, 128, "bfloat16", **mask)
+    args = gradients.backward_args(case, cupy)
+    for deterministic in (False, True):
+        calls = []
+        for _ in range(2):
+            totals = [cupy.full(x.shape, 1.0, "float32") for x in args[1:4]]
+            gradients.backward(case, args, grads_out=totals, accumulate=True, deterministic=deterministic)
+            calls.append(list(map(host, totals)))
+        assert not deterministic or identical(*calls)
+        hidden = host(args.lse)[0, 0] == -np.inf
+        assert bool((calls[0][0][:, hidden] == 1.0).all())
+        gradients.check(case, args, tuple((x - 1.0).astype(numpy_dtype(case.dtype)) for x in calls[0]))
+
+
 def test_sums_go_on_from_what_the_arrays_hold_and_repeat(xp: Any) -> None:
     for dtype, dim in (("bfloat16", 128), ("float16", 256), ("float32", 64)):
         case = Case("held", 1, 300, 300, 2, 2, dim, dim, dtype, causal=True, diagonal_offset=-40)

@@ -235,6 +235,9 @@ def sums(dtype: str, dims: list[int], device: Device, of_hopper: bool) -> list[P
         plans.append(plan_of("forward", *call, accumulate=True, packed=packed, **aligned))
         for deterministic in (False, True):
             plans.append(plan_of("backward", *call, deterministic, accumulate=True, packed=packed, **aligned))
+    if of_hopper and 128 in dims:
+        long = {"queries": max(tile.min_queries for tile in tiles_sm90.BACKWARD), "causal": False}
+        plans.append(plan_of("backward", dtype, 128, 128, device, accumulate=True, **long))
     roles: tuple[DeltaRole, ...] = "takes", "returns"
     for role, accumulate, packed in product(roles, (False, True), (False, True)):
         more = {"delta": role, "accumulate": accumulate, "packed": packed, **aligned}

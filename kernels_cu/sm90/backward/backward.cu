@@ -148,26 +148,42 @@ struct Consumer : Role {
     for (int kk = 0; kk < kBlockQ / 16; ++kk) stmatrix_x4_trans(target + kk * 2048, x + 4 * kk);
   }
 
-  // Adds a finished tile of dq, transposed, to the float32 rows of the call.
-  template <class AnyParams, int kCount>
-  __device__ __forceinline__ void add_transposed(const AnyParams& p, const float (&dq)[kCount], int head, int m) const {
-    const auto of = sequence();
-    const Range visible = of.visible_queries();
-    const int lane = fresh_thread() % 32, column = kDqColumns * group + 16 * warp + lane / 4;
+  // Stages dq as rows of 32 floats, in panels, with zeros for queries that see no key.
+  template <int kCount>
+  __device__ __forceinline__ void stage_sums(float (&dq)[kCount], int m) const {
+    const Range visible = sequence().visible_queries();
+    const float scale = params.problem.score.softmax_scale;
+    const int lane = fresh_thread() % 32;
+    if constexpr (kDqTransposed) {
+      const int query = lane % 4 * 2, column = 16 * warp + lane / 4;
+      const unsigned panel = smem.dq + group * kBytesDq + column / 32 * kPanelBytesQ + column % 4 * 4;
+      const unsigned first = panel + Swizzle<8>::offset(query, column % 32 / 4);
+      const unsigned second = panel + Swizzle<8>::offset(query + 1, column % 32 / 4);
+      if (m * kBlockQ < visible.begin || (m + 1) * kBlockQ > visible.end) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int query = m * kBlockQ + i / 4 * 8 + lane % 4 * 2 + i % 2, at = column + i / 2 % 2 * 8;
-      if (query >= visible.begin && query < visible.end && at < p.problem.head_dim)
-        red_add_f32(float_row(p.dq, of.queries_from(query), head) + at, dq[i] * p.problem.score.softmax_scale);
+        for (int i = 0; i < kCount; ++i) {
+          const int row = m * kBlockQ + query + i / 4 * 8 + i % 2;
+          if (row < visible.begin || row >= visible.end) dq[i] = 0.0f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        st_shared_u32(Swizzle<8>::advance(i % 2 ? second : first, i / 4 * 8, i / 2 % 2 * 2),
+                      __float_as_uint(dq[i] * scale));
+      }
+    } else {
+      zero_outside(dq, m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4, visible);
+      stage_rows<kDqColumns, true>(dq, scale, smem.dq + (group * 4 + warp) * (kBytesDq / 4), 2048);
     }
   }
 
   // Stages dq for DqWarp: as floats or, in the last key block, summed up and in the dtype of q.
   template <int kCount>
-  __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int head, int m) const {
+  __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int m) const {
     const int lane = fresh_thread() % 32;
     const unsigned warp_offset = (group * 4 + warp) * (kBytesDq / 4), target = smem.dq + warp_offset;
     bar_sync(kDqReady + group, kDqThreads);
+    if constexpr (kAccumulates) return stage_sums(dq, m);
     const unsigned mode = ld_shared_u32(smem.dq_modes + 4 * (n & 1));
     if (mode < kDqFinishAlone) {
 #pragma unroll
@@ -188,9 +204,7 @@ struct Consumer : Role {
           mbarrier_arrive(smem.sum_empty);  // every lane, for racecheck (L41)
         }
       }
-      if constexpr (kAccumulates && kDqTransposed) {
-        add_transposed(params, dq, head, m);
-      } else if constexpr (kDqTransposed) {
+      if constexpr (kDqTransposed) {
         if (mode >= kDqFinish) bar_sync(kDqSumRead + group, 128);
         const float scale = params.problem.score.softmax_scale;
         const int query = m * kBlockQ + lane % 4 * 2;
@@ -206,7 +220,7 @@ struct Consumer : Role {
       } else {
         const int row = m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4;
         zero_outside(dq, row, sequence().visible_queries());
-        stage_rows<kDqColumns, kAccumulates>(dq, params.problem.score.softmax_scale, target, 2048);
+        stage_rows<kDqColumns>(dq, params.problem.score.softmax_scale, target, 2048);
       }
     }
   }
@@ -273,7 +287,7 @@ struct Consumer : Role {
     mbarrier_arrive_warp(smem.dout_empty + 8 * slot, is_leader);
     issue_ab<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
     wgmma_wait<1>(dq);
-    stage_dq(dq, n, head, m);
+    stage_dq(dq, n, m);
     if constexpr (!kPassesLate) pass_dq();
     if constexpr (!kBlockSparse) is_last = last();
     if (kPassesLate && !is_last) wait_query(n + 1);
@@ -382,10 +396,8 @@ struct Consumer : Role {
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed + (kLeavesByDq ? group : 0), kKeysThreads);
       if constexpr (kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, is_leader);
-      if (!is_shared() || add_up()) {
-        if constexpr (kAccumulates) add_gradients(params);
-        else store_gradients(n);
-      }
+      if constexpr (kAccumulates) add_gradients(params);
+      else if (!is_shared() || add_up()) store_gradients(n);
       if constexpr (!kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, is_leader);
       __syncwarp();
     }

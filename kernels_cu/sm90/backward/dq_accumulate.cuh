@@ -1,6 +1,7 @@
 // The sum of a tile of dq over the key blocks that see its queries, by a semaphore (semaphore.cuh). The last key block
 // finishes the tile. If deterministic, key blocks add in the order of their keys, and only the counter's upper half,
-// which counts additions, is used.
+// which counts additions, is used. With kAccumulates all key blocks add to the float32 rows of the call, and none
+// finishes; they take turns only if deterministic.
 #pragma once
 #include "storage.cuh"
 #include "semaphore.cuh"
@@ -63,6 +64,15 @@ struct SemaphoreWarp : Role {
         const unsigned slot = step & 1, parity = step / 2 & 1;
         const unsigned tile = dq_tile(head, m);  // before the wait, so that less follows it (L17)
         unsigned* const counter = params.semaphores + tile;
+        if constexpr (kAccumulates) {
+          mbarrier_wait(smem.semaphore_empty + 8 * slot, parity ^ 1);
+          if (params.deterministic) {
+            wait_semaphore(counter, 0, DqOrder(*this, head, m, tile).rank, true);
+            if (is_leader) fence_proxy_async_global();
+          }
+          if (is_leader) mbarrier_arrive(smem.semaphore_full + 8 * slot);
+          return;
+        }
         DqOrder order(*this, head, m, tile);
         unsigned value = 0;
         mbarrier_wait(smem.semaphore_empty + 8 * slot, parity ^ 1);
@@ -102,20 +112,22 @@ struct DqWarp : Role {
 
   __device__ __forceinline__ void move(unsigned mode, unsigned tile, int group, int head, int m) const {
     const unsigned source = smem.dq + group * kBytesDq;
-    if (mode < kDqFinishAlone) {
+    if (!kAccumulates && mode < kDqFinishAlone) {
       float* const target = dq_acc(*this, tile, group);
       if (mode == kDqStore) bulk_store(target, source, kBytesDq);
       else bulk_add(target, source, kBytesDq);
       return;
     }
-    if constexpr (kAccumulates && kDqTransposed) return;  // the consumers have added the tile
     const auto of = sequence();
     const auto rows = of.queries_from(m * kBlockQ + (kDqByRows ? 64 * group : 0));
     const int column = kDqByRows ? 0 : kDqColumns * group;
     if constexpr (kDqTransposed) {
 #pragma unroll
       for (int box = 0; box < kBlockQ / 16; ++box) {
-        store_panels<1>(params.dq_map, source + box * 2048, 0, column, rows.from(16 * box), head);
+        const unsigned staged = source + box * 2048;
+        if constexpr (kAccumulates)
+          add_panels<kDqColumns>(params.dq_map, staged, kPanelBytesQ, column, rows.from(16 * box), head);
+        else store_panels<1>(params.dq_map, staged, 0, column, rows.from(16 * box), head);
       }
     } else {
 #pragma unroll
@@ -136,17 +148,19 @@ struct DqWarp : Role {
         if ((step & 1) != odd) return;
         const unsigned parity = step / 2 & 1, tile = dq_tile(head, m);
         mbarrier_wait(smem.semaphore_full + 8 * odd, parity);
-        unsigned mode = 0;
-        // Passed on by this warp, since the consumers signal to it, not to SemaphoreWarp, that they have read the mode
-        // (L41).
-        if (is_leader) {
-          mode = ld_shared_u32(smem.semaphore_modes + 4 * odd);
-          st_shared_u32(smem.dq_modes + 4 * odd, mode);
+        unsigned mode = kDqAdd;
+        if constexpr (!kAccumulates) {
+          // Passed on by this warp, since the consumers signal to it, not to SemaphoreWarp, that they have read the
+          // mode (L41).
+          if (is_leader) {
+            mode = ld_shared_u32(smem.semaphore_modes + 4 * odd);
+            st_shared_u32(smem.dq_modes + 4 * odd, mode);
+          }
+          mode = __shfl_sync(0xffffffffu, mode, 0);
         }
-        mode = __shfl_sync(0xffffffffu, mode, 0);
         // Waits until the other warp's tile, of the step before, has been read from shared memory.
         if (step > 0) mbarrier_wait(smem.dq_empty + 8 * (odd ^ 1), odd ? parity : parity ^ 1);
-        if (kDqTransposed && mode >= kDqFinish) {
+        if (!kAccumulates && kDqTransposed && mode >= kDqFinish) {
           if (is_leader) fence_proxy_async_global();
           // Waits until the consumers are done with the sum's memory in the step before.
           if (step > 0) mbarrier_wait(smem.q_empty + 8 * ((step - 1) % kStages), (step - 1) / kStages & 1);
@@ -170,10 +184,12 @@ struct DqWarp : Role {
           mbarrier_arrive(smem.semaphore_empty + 8 * odd);  // only once the tile is handed to the copy engine (L37)
           bulk_wait_read<0>();
           mbarrier_arrive(smem.dq_empty + 8 * odd);
-          bulk_wait<0>();
-          if (mode < kDqFinishAlone) {  // signalled at once: 2 or 4 steps later costs 3 to 10 % (L37)
-            fence_proxy_async_global();
-            signal_added(params.semaphores + tile);
+          if (!kAccumulates || params.deterministic) {
+            bulk_wait<0>();
+            if (mode < kDqFinishAlone) {  // signalled at once: 2 or 4 steps later costs 3 to 10 % (L37)
+              fence_proxy_async_global();
+              signal_added(params.semaphores + tile);
+            }
           }
         }
         __syncwarp();
