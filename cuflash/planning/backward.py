@@ -77,8 +77,8 @@ def backward_plan(
 
 
 def _queries_of_a_key(problem: Problem) -> float:
-    """Returns the mean number of queries that see a key; 0 for varlen, which has no tile for many queries."""
-    return problem.mask.num_visible() / max(problem.seqlen_k, 1) if problem.seqlen_info is None else 0.0
+    """Returns the mean number of queries that see a key, at least 1; 0 for varlen, which has no tile of its own."""
+    return max(problem.mask.num_visible() / max(problem.seqlen_k, 1), 1.0) if problem.seqlen_info is None else 0.0
 
 
 def _reason_against(problem: Problem) -> str | None:
@@ -107,9 +107,10 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
     # Values of `is_sparse` to try. Varlen skips no tiles: its kernels number visible rows only, so that their tiles do
     # not align with mask tiles.
     ways = (True, False) if is_block_sparse(problem) and lengths is None else (False,)
+    queries = 0.0 if is_block_sparse(problem) else _queries_of_a_key(problem)
     # Sparsity comes before the tile: most masks save more time than a tile for larger head dims costs.
     for is_sparse in ways:
-        for tile in tiles_sm90.choose_mod_backward(*dims, _queries_of_a_key(problem), capped, is_sparse):
+        for tile in tiles_sm90.choose_mod_backward(*dims, queries, capped):
             if lengths is None:
                 candidate = _warpgroup_plan(problem, device, tile, is_sparse)
             else:
@@ -254,7 +255,11 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         *of_mask_tiles,
         # The counter numbers thread blocks as they start, so that a block waits only for running blocks.
         Launch(
-            variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), takes_counter=deterministic and not is_sparse
+            variant,
+            blocks,
+            fields,
+            _tma_boxes(problem, *tile.tma_rows, tile.dq_rows),
+            takes_counter=deterministic and not is_sparse,
         ),
     ]
     buffers: Mapping[str, int] = workspace
@@ -384,7 +389,7 @@ def _dq_dkv_plan(
     return make_plan(problem, device, launches, buffers, num_work=max(work))
 
 
-def _tma_boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, TmaBox]:
+def _tma_boxes(problem: Problem, box_q: int, box_k: int, box_dq: int = OUT_ROWS) -> dict[str, TmaBox]:
     """Returns TMA boxes for visible rows of q, dout, k and v, and for all rows of the gradients.
 
     Gradients have all rows because a store may not begin before the first row of its box. Varlen boxes have all rows.
@@ -398,7 +403,7 @@ def _tma_boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, TmaBox]:
     row_box, key_box = TmaBox(box_q, *visible_q), TmaBox(box_k, *visible_k)
     tma_boxes = {"q": row_box, "k": key_box, "v": key_box, "dout": row_box}
     stored = TmaBox(OUT_ROWS, 0, problem.seqlen_k)
-    return tma_boxes | {"dq": TmaBox(OUT_ROWS, 0, problem.seqlen_q), "dk": stored, "dv": stored}
+    return tma_boxes | {"dq": TmaBox(box_dq, 0, problem.seqlen_q), "dk": stored, "dv": stored}
 
 
 def _warpgroup_variant(

@@ -6,6 +6,7 @@ runner-up of most tiles, and `EXPERIMENTS.csv` holds all measurements. Longer ri
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -149,13 +150,19 @@ class WarpgroupBackwardTile:
         dq = FLOAT_BYTES * self.acc_floats
         sums = 2 * 8 if self.block_q % GROUP_ROWS else dq  # transposed dq shares its buffer with the sums
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
-        barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
+        barriers, modes = 8 * (4 * self.stages + 9), 6 * 4
         return rounded_up(rows * PANEL_BYTES + dq + sums + stats + barriers + modes + WORK_RING_BYTES, 1024)
 
     @property
     def tma_rows(self) -> tuple[int, int]:
         """The rows of q and dout, and of k and v, in one TMA copy."""
         return self.block_q, self.block_k
+
+    @property
+    def dq_rows(self) -> int:
+        """The rows of dq in one TMA copy: warpgroups share a transposed tile of three panels by queries."""
+        is_by_queries = self.block_q % GROUP_ROWS and self.head_dim > 2 * PANEL_COLUMNS
+        return math.gcd(self.block_q // 2, OUT_ROWS) if is_by_queries else OUT_ROWS
 
     @property
     def acc_floats(self) -> int:
@@ -258,6 +265,7 @@ BACKWARD = (
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=5, v_steps=6, varlen_k_steps=4),
     WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
+    WarpgroupBackwardTile(192, 128, 48, min_queries=1),
 )
 # Tiles with mods, if the rows above spill registers: these hold no columns of k in registers.
 MOD_BACKWARD = (
@@ -266,7 +274,7 @@ MOD_BACKWARD = (
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2),
     WarpgroupBackwardTile(128, 128, 64),
 )
-# Larger head dims have a row for each gradient, because registers do not hold both dk and dv of 128 keys.
+# Larger head dims have a row for each gradient, as registers do not hold dk and dv of 128 keys beside tiles of 64 rows.
 DQ_DKV = (
     *(WarpgroupDqDkvTile(gradient, 192, 128, 64, 3, 3) for gradient in ("dq", "dk")),
     WarpgroupDqDkvTile("dv", 192, 128, 64, 4, 4),
@@ -334,14 +342,13 @@ def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: boo
 
 
 def choose_mod_backward(
-    head_dim: int, head_dim_v: int, queries: float, softcap: bool, is_sparse: bool
+    head_dim: int, head_dim_v: int, queries: float, softcap: bool
 ) -> tuple[WarpgroupBackwardTile, ...]:
     """Returns the rows for the head dims and mods, in order of preference.
 
-    is_sparse: True if kernels may skip tiles that the mask_mod hides fully. The number of queries that see a key is
-    then unknown.
+    queries: as of `choose_backward`; 0 if kernels may skip tiles that the mask_mod hides fully.
     """
-    rows = (*(t for t in BACKWARD if t.min_queries <= (0 if is_sparse else queries)), *MOD_BACKWARD)
+    rows = (*(t for t in BACKWARD if t.min_queries <= queries), *MOD_BACKWARD)
     covers = [t for t in rows if _covers(t, head_dim, head_dim_v, softcap)]
     # Smaller head dims first: a tile for larger ones may need fewer registers, but takes up to 1.6 times as long.
     return tuple(sorted(covers, key=lambda t: (t.head_dim, t.head_dim_v)))

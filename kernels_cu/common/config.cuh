@@ -43,7 +43,7 @@ constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;  // columns of v and out that a th
 constexpr int kBlockQ = CUFLASH_BLOCK_Q;       // queries of a tile
 constexpr int kBlockK = CUFLASH_BLOCK_K;       // keys of a tile
 constexpr int kStages = CUFLASH_STAGES;        // tiles in the shared-memory ring
-static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded to multiples of 32");
+static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "head dims are padded to multiples of 16");
 static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");
 #endif
 

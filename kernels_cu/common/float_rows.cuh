@@ -1,5 +1,5 @@
-// Rows of the float32 arrays that calls with `accumulate` add to, from registers. In deterministic calls each element
-// has one writer, so that the sums of a sequence of calls are the same in each run.
+// Rows of the float32 arrays that calls with `accumulate` add to, from registers. In deterministic calls the writers of
+// an element take turns in a fixed order, so that the sums of a sequence of calls are the same in each run.
 #pragma once
 #include "../ptx/red.cuh"
 #include "fragment.cuh"

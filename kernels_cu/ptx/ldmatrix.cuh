@@ -62,6 +62,11 @@ __device__ __forceinline__ void stmatrix_x4(unsigned smem_address, unsigned a, u
                : "memory");
 }
 
+__device__ __forceinline__ void stmatrix_x2_trans(unsigned smem_address, const unsigned* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(smem_address), "r"(r[0]), "r"(r[1])
+               : "memory");
+}
+
 __device__ __forceinline__ void stmatrix_x4_trans(unsigned smem_address, const unsigned* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(smem_address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])

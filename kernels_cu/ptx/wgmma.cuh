@@ -70,6 +70,7 @@ struct Wgmma;
 #define WGMMA_D8(i)                                                                                           \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define WGMMA_D12 WGMMA_D8(0), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
 #define WGMMA_D16 WGMMA_D8(0), WGMMA_D8(8)
 #define WGMMA_D24 WGMMA_D16, WGMMA_D8(16)
 #define WGMMA_D32 WGMMA_D24, WGMMA_D8(24)
@@ -78,6 +79,7 @@ struct Wgmma;
 #define WGMMA_D64 WGMMA_D48, WGMMA_D8(48), WGMMA_D8(56)
 #define WGMMA_D96 WGMMA_D64, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88)
 #define WGMMA_D128 WGMMA_D96, WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), WGMMA_D8(120)
+#define WGMMA_R12 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11"
 #define WGMMA_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_R24 WGMMA_R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define WGMMA_R32 WGMMA_R24 ",%24,%25,%26,%27,%28,%29,%30,%31"
@@ -89,6 +91,7 @@ struct Wgmma;
 #define WGMMA_R112 WGMMA_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define WGMMA_R128 WGMMA_R112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
+WGMMA_SHAPE(24, WGMMA_R12, WGMMA_D12, 12, 13, 14, 15, 16, 17, 18)
 WGMMA_SHAPE(32, WGMMA_R16, WGMMA_D16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_SHAPE(48, WGMMA_R24, WGMMA_D24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_SHAPE(64, WGMMA_R32, WGMMA_D32, 32, 33, 34, 35, 36, 37, 38)

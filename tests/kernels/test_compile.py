@@ -48,7 +48,7 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("backward", "bfloat16", 128, 128, {}),
     *((op, "bfloat16", 128, 128, PACKED) for op in ("forward", "lse", "delta", "backward")),
     *((op, "bfloat16", 128, 128, PACKED | GENERIC) for op in BACKWARD_OPS),
-    *((op, "float16", 192, 128, {}) for op in HOPPER_GRADIENTS),
+    *((op, "float16", 256, 256, {}) for op in HOPPER_GRADIENTS),
     *((op, "bfloat16", 128, 128, SUMS | changes) for op in ("forward", "backward") for changes in ({}, GENERIC)),
     *((op, "float32", 64, 64, SUMS) for op in ("convert", "backward")),
 )
@@ -74,11 +74,12 @@ ONE_OF_EACH_KIND = (
     ),
     *(("backward", "float16", 128, 128, {"queries": 2**16, "causal": False} | changes) for changes in ({}, CAPPED)),
     *(("backward", "float16", dim, dim, SHARED_HEADS | changes) for dim in (64, 128) for changes in ({}, PACKED)),
+    *(("backward", "float16", 192, 128, changes) for changes in ({}, CAPPED, SHARED_HEADS)),
     *(
         (op, "float16", *dims, changes)
         for op in HOPPER_GRADIENTS
         for dims in ((192, 128), (192, 192), (256, 256))
-        for changes in ({}, CAPPED, PACKED)
+        for changes in (({}, CAPPED, PACKED) if dims[1] > 128 else (PACKED,))
     ),
     *(
         (op, dtype, head_dim, head_dim, {"aligned": False})
@@ -245,8 +246,12 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     gradients = [("backward", replace(row, shares_heads=True), False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row, False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row.for_varlen(), True) for row in tiles_sm90.BACKWARD if not row.min_queries]
-    gradients += [(f"backward_{row.gradient}", row, lengths) for row in tiles_sm90.DQ_DKV for lengths in (False, True)]
-    of_keys = [replace(row, shares_heads=True) for row in tiles_sm90.DQ_DKV if row.gradient != "dq"]
+    gradients += [(f"backward_{row.gradient}", row, True) for row in tiles_sm90.DQ_DKV]
+    dense = [
+        row for row in tiles_sm90.DQ_DKV if not tiles_sm90.choose_backward(row.head_dim, row.head_dim_v, 1.0, False)
+    ]
+    gradients += [(f"backward_{row.gradient}", row, False) for row in dense]
+    of_keys = [replace(row, shares_heads=True) for row in dense if row.gradient != "dq"]
     gradients += [(f"backward_{row.gradient}", row, False) for row in of_keys]
     of_gradients = set()
     for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):

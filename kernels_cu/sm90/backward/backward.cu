@@ -3,7 +3,7 @@
 //
 //   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
 //   p = exp2(s c - lse)       ds = p (dp - delta) slope, with the slope of common/score.cuh; with mods: mod_step.cuh
-//   dv += p dout, dk += ds q  wgmma, p and ds from registers
+//   dv += p dout, dk += ds q  wgmma, p and ds from registers (with kDqByQueries ds of dk from shared memory)
 //   dq += dsᵀ k               wgmma, ds through shared memory; summed over key blocks by dq_accumulate.cuh
 //
 // Roles    warpgroup 0  Warp 0 loads. Warp 1 waits for semaphores of dq tiles; warps 2 and 3 move these tiles out.
@@ -12,7 +12,7 @@
 // Barriers q_full, dout_full     the tile has arrived with lse, or delta; the first of a key block also with k, or v
 //          q_empty, dout_empty   all consumer warps have released it
 //          kv_empty              all consumer warps have released the shared memory of k and v
-//          semaphore_full/_empty the mode of a step's dq is there; its tile is handed to the copy engine
+//          semaphore_full/_empty a step's dq may leave, its mode is there; its tile is handed to the copy engine
 //          dq_empty              the copy engine has read the tile of dq from shared memory
 //          sum_full, sum_empty   the sum of the other key blocks is in shared memory; all consumers have read it
 //          full, empty           of work_ring.cuh if varlen, of step_ring.cuh if block-sparse
@@ -93,6 +93,35 @@ struct Consumer : Role {
     wgmma_commit();
   }
 
+  // Issues dqᵀ = kᵀ ds of this warpgroup's queries, panel after panel.
+  template <int kCount>
+  __device__ __forceinline__ void issue_dq_by_queries(float (&dq)[kCount], unsigned ds_smem) const {
+    constexpr int kPart = kDqQueries / 2;
+    const unsigned long long k_rows = wgmma_descriptor(smem.k);
+    const unsigned long long ds_columns = wgmma_descriptor(ds_smem + group * kDqQueries * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < kBlockK / 16; ++kk) {
+      const unsigned long long k = k_rows + wgmma_rows(kk), ds = ds_columns + wgmma_columns(kk, kPanelBytesQ);
+#pragma unroll
+      for (int panel = 0; panel < kDqPanels; ++panel) {
+        float (&part)[kPart] = reinterpret_cast<float (&)[kPart]>(dq[panel * kPart]);
+        Wgmma<kDqQueries>::template ss<kIsFloat16, false, true>(part, k + panel * (kPanelBytesK / 16), ds, kk > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // Issues dk += ds q with ds from shared memory, where its rows are queries.
+  __device__ __forceinline__ void issue_dk(unsigned ds_smem, unsigned q_smem) {
+    const unsigned long long ds = wgmma_descriptor(ds_smem), q = wgmma_descriptor(q_smem, kPanelBytesQ);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < kBlockQ / 16; ++kk)
+      Wgmma<kHeadDim>::template ss<kIsFloat16, true, true>(dk, ds + wgmma_rows(kk), q + wgmma_rows(kk), true);
+    wgmma_commit();
+  }
+
   // Sets masked scores of this warpgroup's keys with the queries of tile m to -inf.
   __device__ __forceinline__ void apply_mask(Scores& s, int m) const {
     if (kVarlen && m >= unmasked.begin && m < unmasked.end) return;
@@ -140,12 +169,17 @@ struct Consumer : Role {
     }
   }
 
-  // Stores the warp's 16 keys (or columns of dq) by all queries to a panel whose rows are queries.
-  __device__ __forceinline__ void store_transposed(const Pairs& x, unsigned panel) const {
+  // Stores the warp's 16 keys (or columns of dq) by some queries to a panel whose rows are these queries.
+  template <int kQueries>
+  __device__ __forceinline__ void store_transposed(const unsigned* x, unsigned panel) const {
     const int lane = fresh_thread() % 32;
     const unsigned target = panel + Swizzle<8>::offset(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
 #pragma unroll
-    for (int kk = 0; kk < kBlockQ / 16; ++kk) stmatrix_x4_trans(target + kk * 2048, x + 4 * kk);
+    for (int kk = 0; kk < kQueries / 16; ++kk) stmatrix_x4_trans(target + kk * 2048, x + 4 * kk);
+    if constexpr (kQueries % 16 != 0) {
+      const unsigned last = panel + Swizzle<8>::offset(lane % 8, 2 * warp + lane / 8 % 2);
+      stmatrix_x2_trans(last + kQueries / 16 * 2048, x + kQueries / 16 * 4);
+    }
   }
 
   // Stages dq as rows of 32 floats, in panels, with zeros for queries that see no key.
@@ -155,21 +189,24 @@ struct Consumer : Role {
     const float scale = params.problem.score.softmax_scale;
     const int lane = fresh_thread() % 32;
     if constexpr (kDqTransposed) {
+      constexpr int kPart = kDqQueries / 2;  // of each 64 columns
+      constexpr unsigned kPanelBytes = kDqQueries * 128;
+      const int begin = m * kBlockQ + (kDqByQueries ? kDqQueries * group : 0);
       const int query = lane % 4 * 2, column = 16 * warp + lane / 4;
-      const unsigned panel = smem.dq + group * kBytesDq + column / 32 * kPanelBytesQ + column % 4 * 4;
+      const unsigned panel = smem.dq + group * kBytesDq + column / 32 * kPanelBytes + column % 4 * 4;
       const unsigned first = panel + Swizzle<8>::offset(query, column % 32 / 4);
       const unsigned second = panel + Swizzle<8>::offset(query + 1, column % 32 / 4);
-      if (m * kBlockQ < visible.begin || (m + 1) * kBlockQ > visible.end) {
+      if (begin < visible.begin || begin + kDqQueries > visible.end) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          const int row = m * kBlockQ + query + i / 4 * 8 + i % 2;
+          const int row = begin + query + i % kPart / 4 * 8 + i % 2;
           if (row < visible.begin || row >= visible.end) dq[i] = 0.0f;
         }
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        st_shared_u32(Swizzle<8>::advance(i % 2 ? second : first, i / 4 * 8, i / 2 % 2 * 2),
-                      __float_as_uint(dq[i] * scale));
+        const unsigned at = (i % 2 ? second : first) + i / kPart * 2 * kPanelBytes;
+        st_shared_u32(Swizzle<8>::advance(at, i % kPart / 4 * 8, i / 2 % 2 * 2), __float_as_uint(dq[i] * scale));
       }
     } else {
       zero_outside(dq, m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4, visible);
@@ -207,16 +244,21 @@ struct Consumer : Role {
       if constexpr (kDqTransposed) {
         if (mode >= kDqFinish) bar_sync(kDqSumRead + group, 128);
         const float scale = params.problem.score.softmax_scale;
-        const int query = m * kBlockQ + lane % 4 * 2;
+        constexpr int kPart = kDqQueries / 2;  // of each 64 columns
+        const int query = m * kBlockQ + (kDqByQueries ? kDqQueries * group : 0) + lane % 4 * 2;
         const Range visible = sequence().visible_queries();
         unsigned rounded[kCount / 2];
 #pragma unroll
         for (int i = 0; i < kCount; i += 2) {
-          const int first = query + i / 4 * 8;
+          const int first = query + i % kPart / 4 * 8;
           rounded[i / 2] = pack2(first >= visible.begin && first < visible.end ? dq[i] * scale : 0.0f,
                                  first + 1 >= visible.begin && first + 1 < visible.end ? dq[i + 1] * scale : 0.0f);
         }
-        store_transposed(rounded, smem.dq + group * kBytesDq);
+#pragma unroll
+        for (int panel = 0; panel < kDqPanels; ++panel) {
+          const unsigned to = smem.dq + group * kBytesDq + panel * kDqQueries * 128;
+          store_transposed<kDqQueries>(rounded + panel * kPart / 2, to);
+        }
       } else {
         const int row = m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4;
         zero_outside(dq, row, sequence().visible_queries());
@@ -277,15 +319,17 @@ struct Consumer : Role {
     wgmma_wait<0>(dp);
     Pairs weights, ds;
     p_and_ds(s, dp, stats, mod_step, weights, ds);
-    store_transposed(ds, ds_smem + group * kPanelBytesQ);
+    store_transposed<kBlockQ>(ds, ds_smem + group * kPanelBytesQ);
     issue_ab<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
     fence_proxy_async();  // after dv is issued, as it waits for the stores of ds (L23)
     bar_sync(kDsWritten, kConsumerThreads);
     float dq[kDqFloats];
-    issue_dq(dq, ds_smem);
+    if constexpr (kDqByQueries) issue_dq_by_queries(dq, ds_smem);
+    else issue_dq(dq, ds_smem);
     wgmma_wait<1>(dv);
     mbarrier_arrive_warp(smem.dout_empty + 8 * slot, is_leader);
-    issue_ab<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
+    if constexpr (kDqByQueries) issue_dk(ds_smem + group * kPanelBytesQ, q_smem);
+    else issue_ab<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
     wgmma_wait<1>(dq);
     stage_dq(dq, n, m);
     if constexpr (!kPassesLate) pass_dq();
@@ -347,7 +391,7 @@ struct Consumer : Role {
   __device__ __forceinline__ void store_gradients(unsigned n) {
     constexpr unsigned kPartBytes = kBytesDq / 4, kRowBytesV = 2048 * kPanelsV;
     constexpr bool kBothFit = kRowBytesV + 2048 * kPanelsQk <= kPartBytes;
-    static_assert(2048 * const_max(kPanelsQk, kPanelsV) <= kPartBytes, "a warp's rows of dk or dv do not fit");
+    static_assert(!kLeavesByDq || 2048 * const_max(kPanelsQk, kPanelsV) <= kPartBytes, "a warp's rows do not fit");
     const int row = group * kGroupRows + warp * 16, part = group * 4 + warp;
     unsigned place_v = smem.v + row * 128, place_k = smem.k + row * 128;
     if constexpr (kLeavesByDq) {

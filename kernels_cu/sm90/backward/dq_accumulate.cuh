@@ -119,15 +119,17 @@ struct DqWarp : Role {
       return;
     }
     const auto of = sequence();
-    const auto rows = of.queries_from(m * kBlockQ + (kDqByRows ? 64 * group : 0));
-    const int column = kDqByRows ? 0 : kDqColumns * group;
+    const int first = kDqByRows ? 64 * group : kDqByQueries ? kDqQueries * group : 0;
+    const auto rows = of.queries_from(m * kBlockQ + first);
+    const int column = kDqByRows || kDqByQueries ? 0 : kDqColumns * group;
     if constexpr (kDqTransposed) {
+      constexpr int kBoxRows = kDqQueries % 16 == 0 ? 16 : 8;
 #pragma unroll
-      for (int box = 0; box < kBlockQ / 16; ++box) {
-        const unsigned staged = source + box * 2048;
+      for (int box = 0; box < kDqQueries / kBoxRows; ++box) {
+        const unsigned staged = source + box * kBoxRows * 128;
         if constexpr (kAccumulates)
-          add_panels<kDqColumns>(params.dq_map, staged, kPanelBytesQ, column, rows.from(16 * box), head);
-        else store_panels<1>(params.dq_map, staged, 0, column, rows.from(16 * box), head);
+          add_panels<kDqColumns>(params.dq_map, staged, kDqQueries * 128, column, rows.from(kBoxRows * box), head);
+        else store_panels<kDqPanels>(params.dq_map, staged, kDqQueries * 128, column, rows.from(kBoxRows * box), head);
       }
     } else {
 #pragma unroll

@@ -11,22 +11,28 @@ constexpr unsigned kBytesStats = 2 * kBlockQ * 4, kBytesDs = 2 * kPanelBytesQ;
 
 // The warpgroups share a tile of dq by panels of columns or, if it has 128 rows, by rows.
 constexpr bool kDqByRows = kBlockQ == 128;
-// If a tile's rows are no multiple of 64, dq is computed transposed: a warpgroup's columns are the product's rows.
+// If a tile's rows are no multiple of 64, dq is computed transposed: columns are the product's rows. With more than two
+// panels of columns, a warpgroup computes all columns of half of the queries.
 constexpr bool kDqTransposed = kBlockQ % 64 != 0;
+constexpr bool kDqByQueries = kDqTransposed && kPanelsQk > 2;
+constexpr int kDqQueries = kDqByQueries ? kBlockQ / 2 : kBlockQ;  // of a warpgroup, if transposed
 // A warpgroup's dq: its columns, their panels, its floats in a thread, its bytes.
-constexpr int kDqColumns = kDqByRows ? const_min(kHeadDim, kPanelColumns) : kPanelsQk * kPanelColumns / 2;
+constexpr int kDqColumns = kDqByRows      ? const_min(kHeadDim, kPanelColumns)
+                           : kDqByQueries ? kPanelsQk * kPanelColumns
+                                          : kPanelsQk * kPanelColumns / 2;
 constexpr int kDqPanels = (kDqColumns + kPanelColumns - 1) / kPanelColumns;
-constexpr int kDqFloats = (kDqTransposed ? kBlockQ : kDqColumns) / 2;
+constexpr int kDqFloats = kDqTransposed ? kDqPanels * kDqQueries / 2 : kDqColumns / 2;
 constexpr unsigned kBytesDq = 128 * kDqFloats * 4;
 static_assert(kDqByRows || kDqTransposed || kBlockQ == 64, "a warpgroup multiplies 64 rows");
 static_assert(kDqByRows ? kPanelsQk == 1 : kDqColumns % kPanelColumns == 0, "whole panels of k");
-static_assert(!kDqTransposed || kDqColumns == 64, "a warpgroup multiplies 64 rows");
+static_assert(!kDqTransposed || kDqByQueries || kDqColumns == 64, "a warpgroup multiplies 64 rows");
+static_assert(kDqQueries % 8 == 0, "whole atoms of the swizzle");
 
 struct Storage {
   char k[kBytesK], v[kBytesV];
   char q[kStages][kBytesQ], dout[kStages][kBytesDout];
   char ds[kDsStages][kBytesDs];
-  char dq[kNumConsumers][kBytesDq];                          // on its way to global memory, as floats in fragment order
+  char dq[kNumConsumers][kBytesDq];  // on its way to global memory, as floats: in fragment order, or rows
   char dq_sum[kNumConsumers][kDqTransposed ? 8 : kBytesDq];  // the sum of the other key blocks
   float stats[kStages][2][kBlockQ];                          // lse, then delta
   unsigned long long q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
@@ -36,7 +42,9 @@ struct Storage {
   unsigned shared_rank;
 };
 struct alignas(1024) SharedStorage : Storage, KeyWork::SchedulerStorage {};
-static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
+// The host counts a ring of work tiles (WorkRing), which only varlen has: up to one unit of 1024 bytes.
+static_assert(sizeof(SharedStorage) <= kSmemBytes && kSmemBytes - sizeof(SharedStorage) <= 1024,
+              "the host's formula for shared memory differs");
 
 // The addresses of the members of SharedStorage.
 struct Addresses {
