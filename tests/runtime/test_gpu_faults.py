@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,7 @@ def test_freed_arrays_and_changing_streams_give_right_results(cupy: Any) -> None
     expected = [tuple(cupy.asnumpy(x) for x in CALLS["backward"](*(x * scale for x in host[:1]), *host[1:]))
               for scale in (1.0, 0.25)]  # fmt: skip
     cupy.cuda.Device().synchronize()
+    gc.collect()  # arrays that earlier tests left
     before = pool.used_bytes()
     for turn in range(60):
         makes, works = streams[turn % 3], streams[(turn + 1) % 3]
