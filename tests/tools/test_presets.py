@@ -291,6 +291,18 @@ def test_conflicting_options_and_empty_selections_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_measurements_of_ranks_are_compared_but_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = Path(__file__).resolve().parents[2] / "examples/results/h200/ranks.json"
+    assert main(["bench", "--compare", str(written), str(written)]) == 0
+    shown = capsys.readouterr().out
+    assert "cuflash ring, zigzag" in shown
+    assert "1.000 (" in shown
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--draw", str(written), "--pictures", str(tmp_path)])
+    assert "measurements of ranks, which have no picture" in capsys.readouterr().err
+
+
 def test_files_that_the_benchmark_did_not_write_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other, empty = tmp_path / "other.json", tmp_path / "empty.json"
     other.write_text("[1, 2]", "utf-8")

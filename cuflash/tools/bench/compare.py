@@ -48,5 +48,11 @@ def read(path: Path) -> dict[str, Any]:
 
 def _timed(content: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Returns the rows with times, by op, problem and contender."""
+    if "ranks" in content:  # measured by `bench ranks`: seconds of calls without graphs
+        return {
+            (row["op"], row["problem"], row["contender"]): {"graph": None, "wall": {"median": row["seconds"]}}
+            for row in content["rows"]
+            if row["seconds"]
+        }
     rows = [row for row in content["rows"] if row["wall"] or row["graph"]]
     return {(row["op"], row["name"], row["contender"]): row for row in rows}

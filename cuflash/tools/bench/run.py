@@ -66,7 +66,10 @@ def main(options: argparse.Namespace) -> int:
     _refuse_what_is_not_taken(options)
     draw = pictures.bench() if options.pictures else None  # first, to report a missing package at once
     if options.draw and draw:
-        return _drawn(draw, compare.read(options.draw), options.pictures)
+        content = compare.read(options.draw)
+        if "ranks" in content:
+            raise ProblemError(f"{options.draw} holds measurements of ranks, which have no picture; give another file")
+        return _drawn(draw, content, options.pictures)
     arrays, no_gpu = find()
     if no_gpu:
         print(f"Timing the NumPy path on the CPU, in small problems: {no_gpu}")
