@@ -34,3 +34,8 @@ def __getattr__(name: str) -> Any:
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{modules[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    """Returns all names, also those that need PyTorch."""
+    return sorted({*globals(), *__all__})

@@ -95,8 +95,9 @@ def _call(
     if keywords["check"] or needs_agreement(groups):
         shapes = {"q, k and v (batch, heads, head_dim)": [(x.shape[0], *x.shape[2:]) for x in (q, k, v)]}
         check_agreement(links, {
-            "layout": layout.key, **shapes, "dtype": q.dtype, "scheme": scheme, "window_size and causal": tuple(window),
-            **options, "score_mod, mask_mod, bias and sinks": sorted(mods), "dropout_p": dropout_p,
+            "layout": layout.described(), **shapes, "dtype": q.dtype, "scheme": scheme,
+            "window_size and causal": tuple(window), **options,
+            "score_mod, mask_mod, bias and sinks": sorted(mods), "dropout_p": dropout_p,
             "rows of the bias": bias_lacks(layout, bias_shape, has_columns=True),
             "dropout_seed": seed if keywords["check"] or not torch.is_tensor(seed) else "a tensor",
         })  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import sys
 from bisect import bisect_right
@@ -104,6 +105,11 @@ class Layout:
         if kind not in KINDS:
             raise ProblemError(f"kind={kind!r} is no layout; give one of {', '.join(map(repr, KINDS))}")
         group_rank = None
+        if ranks is None:
+            raise ProblemError(
+                "ranks is None, as torch.distributed.group.WORLD is before init_process_group; call that first, or "
+                "give the number of ranks"
+            )
         if hasattr(ranks, "size") and not isinstance(ranks, np.generic):
             ranks, group_rank = _size_and_rank(ranks)
         self.ranks = check_integer("ranks", ranks)
@@ -302,6 +308,12 @@ class Layout:
             f"{self.ranks} ranks of {fewest}{f' to {most}' if most > fewest else ''} rows"
             f"{'' if self.rank is None else f', rank {self.rank}'})"
         )
+
+    def described(self) -> str:
+        """Returns a line about the layout of all ranks, with a digest of their rows."""
+        of_all = copy(self)
+        of_all.rank = None
+        return f"{of_all!r} with digest {hashlib.sha256(repr(self.key).encode()).hexdigest()[:8]}"
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:

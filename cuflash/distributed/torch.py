@@ -226,9 +226,10 @@ def _of_dtensors(q: Any, k: Any, v: Any, keywords: Any) -> Any:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not is_dtensor(x) or x.device_mesh != mesh or not all([each.is_shard(1) for each in x.placements]):
             placements = f" of {x.placements}" if is_dtensor(x) else ""
+            of_q = "" if name == "q" else "q is a DTensor, but "
             raise ProblemError(
-                f"q is a DTensor, but {name} is {kind_of(x)}{placements}; give q, k and v as DTensors of one mesh "
-                "with Shard(1) for each of its axes, or local tensors"
+                f"{of_q}{name} is {kind_of(x)}{placements}; give q, k and v as DTensors of one mesh with Shard(1) for "
+                "each of its axes, or local tensors"
             )
     keywords["group"] = mesh if keywords["group"] is None else keywords["group"]
     keywords["layout"] = keywords["layout"] or Layout(q.shape[1], mesh.size())
@@ -245,7 +246,10 @@ def _of_dtensors(q: Any, k: Any, v: Any, keywords: Any) -> Any:
 
 
 def unshard(x: torch.Tensor, layout: Layout, dim: int = 1, group: Any = None) -> torch.Tensor:
-    """Returns the whole sequence on every rank, from each rank's rows; gradients flow through.
+    """Returns the whole sequence on every rank, from each rank's rows.
+
+    Gradients are those of the sum of all ranks' losses: a loss that each of n ranks computes from the whole sequence
+    counts n times. Compute it from this rank's rows, or divide it by n.
 
     Parameters
     ----------
@@ -266,6 +270,11 @@ def unshard(x: torch.Tensor, layout: Layout, dim: int = 1, group: Any = None) ->
     links = links_of(groups_of(group), "unshard")
     layout, rank = layout_of(layout, links, x.shape[dim])
     by_rows, rows = x.movedim(dim, 0), layout.rows
+    if x.shape[dim] != rows[rank]:
+        raise ProblemError(
+            f"x has {x.shape[dim]} rows along axis {dim}, but rank {rank} of the layout holds {rows[rank]}; give this "
+            "rank's rows, and their axis as dim"
+        )
     for link in reversed(links):  # the rows of all ranks of an axis become those of each of them
         first = rank - link.rank
         copies = by_rows.repeat(link.ranks, *[1] * (x.dim() - 1))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..errors import ProblemError
 from ..problem.options import WindowSize, check_flag, check_integer, check_window
-from ..units import memory, work
+from ..units import kind_of, memory, work
 from .choice import SCHEMES, Scheme, choose, kv_copies, ulysses_lacks
 from .layout import Layout
 from .rectangles import Window, num_fetched, pieces_of, rectangles, visible_pairs
@@ -108,11 +108,15 @@ def plan(
     rank 0: 2048 rows, 2 calls, 17 GFLOP, 2 MiB received
     rank 1: 2048 rows, 2 calls, 17 GFLOP, 2 MiB received
     """
+    if not isinstance(layout, Layout):
+        raise ProblemError(f"layout is {kind_of(layout)}; give a Layout, such as Layout(seqlen, ranks)")
     if scheme not in SCHEMES:
         raise ProblemError(f"scheme={scheme!r} is unknown; give one of {', '.join(map(repr, SCHEMES))}")
     numbers = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim, "itemsize": itemsize,
                "inner": inner}  # fmt: skip
     heads_q, heads_kv, head_dim, itemsize, inner = (check_integer(name, value) for name, value in numbers.items())
+    if heads_kv < 1 or heads_q % heads_kv:
+        raise ProblemError(f"{heads_q} query heads are no multiple of {heads_kv} kv heads; give a multiple")
     head_dim_v = head_dim if head_dim_v is None else check_integer("head_dim_v", head_dim_v)
     left, right = check_window(window_size)
     window, ranks = Window(left, 0 if check_flag("causal", causal) else right), layout.ranks

@@ -106,6 +106,15 @@ class Group:
         self.size, self.rank = lambda: ranks, lambda: rank
 
 
+def test_layouts_are_described_alike_on_all_ranks_and_by_their_rows() -> None:
+    runs = [[(0, 3), (5, 8)], [(3, 5), (8, 12)]], [[(0, 4), (6, 8)], [(4, 6), (8, 12)]]
+    first, second = (Layout(12, 2, rank=0, runs=each) for each in runs)
+    assert repr(first) == repr(second)
+    assert first.described() != second.described()
+    assert first.described() == Layout(12, 2, rank=1, runs=runs[0]).described()
+    assert first.described().startswith("Layout(runs, 12 rows, 2 ranks of 6 rows) with digest ")
+
+
 def test_a_group_gives_ranks_and_rank() -> None:
     layout = Layout(12, Group(4, 2))
     assert (layout.ranks, layout.rank) == (4, 2)
@@ -117,6 +126,7 @@ def test_a_group_gives_ranks_and_rank() -> None:
 @pytest.mark.parametrize(("arguments", "options", "text"), [
     ((12, 0), {}, "ranks=0 is below 1; give the number of processes"),
     ((12, 2.0), {}, "ranks=2.0 is a float; give an integer"),
+    ((12, None), {}, "ranks is None, as torch.distributed.group.WORLD is before init_process_group; call that first"),
     ((-1, 2), {}, "seqlen=-1 is negative"),
     ((1.5, 2), {}, "seqlen=1.5 is a float"),
     (([3, 5], 2), {}, r"cu_seqlens is \(3, 5\); give 0, then the running sum"),

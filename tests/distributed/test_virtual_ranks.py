@@ -12,9 +12,9 @@ from rank_cases import Case
 from virtual_ranks import drawn, failures, run_ranks
 
 from cuflash import forward, mods
-from cuflash.distributed import Layout, attention, ring
+from cuflash.distributed import Layout, attention, ring, unshard
 from cuflash.distributed.exchange import Link, Parcel, arrivals
-from cuflash.errors import UnsupportedError
+from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention as whole_attention
 
 COUNTS = {"cpu": 6, "cuda": 20}  # cases of each number of ranks, unless --drawn gives a number
@@ -60,6 +60,15 @@ def test_a_ring_repeats_its_bits(device: str) -> None:
     for seqlen in (200, [0, 70, 200]):
         for mask in MASKS:
             assert not failures(case_of("ring", device, Layout(seqlen, 4), 64, **mask), 0, device)
+
+
+def test_rows_that_are_not_the_ranks_are_refused_before_anything_is_sent() -> None:
+    def refused(rank: int) -> str:
+        with pytest.raises(ProblemError) as caught:
+            unshard(torch.zeros(1, 5, 2), Layout(12, 2))
+        return str(caught.value)
+
+    assert run_ranks(2, refused)[1].startswith("x has 5 rows along axis 1, but rank 1 of the layout holds 6")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

@@ -103,6 +103,10 @@ def test_all_ranks_choose_alike_with_rows_of_a_bias(seqlen: int, ranks: int) -> 
 
 
 def test_bad_plans_are_refused() -> None:
+    with pytest.raises(ProblemError, match="layout is an int; give a Layout"):
+        plan(4096, 8, 2, 128)  # type: ignore[arg-type]
+    with pytest.raises(ProblemError, match="6 query heads are no multiple of 4 kv heads"):
+        plan(Layout(64, 2), 6, 4, 8)
     with pytest.raises(ProblemError, match="6 query heads are no multiple of 4 ranks; give scheme='gather'"):
         plan(Layout(64, 4), 6, 2, 64, scheme="ulysses")
     with pytest.raises(ProblemError, match="scheme='rings' is unknown"):

@@ -53,7 +53,10 @@ def agreement(rank: int, ranks: int) -> list[str]:
     calls: list[tuple[dict[str, Any], str]] = [
         ({"softcap": float(rank)}, "ranks disagree about softcap: rank 0 has 0.0, rank 1 has 1.0"),
         ({"scheme": "ring" if rank else "gather"}, "ranks disagree about scheme: rank 0 has 'gather'"),
-        ({"layout": Layout(16, ranks, "zigzag" if rank else "contiguous")}, "ranks disagree about layout"),
+        (
+            {"layout": Layout(16, ranks, "zigzag" if rank else "contiguous")},
+            "ranks disagree about layout: rank 0 has 'Layout(contiguous, 16 rows, ",
+        ),
         ({"sinks": torch.zeros(2 * ranks)} if rank else {}, "ranks disagree about score_mod, mask_mod, bias and sinks"),
         ({"dropout_p": 0.1, "dropout_seed": rank}, "ranks disagree about dropout_seed: rank 0 has 0, rank 1 has 1"),
     ]

@@ -122,6 +122,7 @@ def refusals(ranks: int) -> list[str]:
         ((q, q, q), {"scheme": "ulysses"}, "3 query heads are no multiple of 2 ranks"),
         ((q, q, q), {"scheme": "ring", "mask_mod": lambda b, h, i, j: i >= j}, "scheme='ring' has no mask_mod in JAX"),
         ((q, q, q), {"scheme": "ring", "dropout_p": 0.1, "dropout_seed": 0}, "'ring' has no dropout_p in JAX"),
+        ((q, q, q), {"layout": 16}, "layout is an int; give a cuflash.distributed.Layout"),
         ((q, q, q), {"layout": Layout(16, 3)}, "the layout is for 3 ranks, but axis 'context' has 2"),
         ((q, q, q), {"layout": Layout(17, 2)}, "ranks hold 8 to 9 rows, but arrays of all devices have one shape"),
         ((q, q, q), {"scheme": "gather", "bias": q}, "bias has shape (1, 8, 3, 8); give one that broadcasts to"),
@@ -146,6 +147,11 @@ def refusals(ranks: int) -> list[str]:
         except (ProblemError, UnsupportedError) as caught:
             error = str(caught)
         wrong += [] if text in error else [f"{text} differs: {error}"]
+    try:
+        attention(q, q, q, axis_name="context")
+        wrong.append("a call outside of shard_map differs: no error")
+    except ProblemError as caught:
+        wrong += [] if "within jax.shard_map" in str(caught) else [f"a call outside of shard_map differs: {caught}"]
     return wrong
 
 

@@ -15,6 +15,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...frameworks.jax.mods import check_seed
 from ...frameworks.jax.primitives import checked_array
 from ...problem.options import WindowSize, check_dropout, check_flag, check_window, is_zero
+from ...units import kind_of
 from ..choice import INDEXED, SCHEMES, Scheme, bias_lacks, choose, ulysses_lacks
 from ..layout import Layout
 from ..rectangles import Window
@@ -115,11 +116,18 @@ def attention(
         raise ProblemError(f"scheme={scheme!r} is unknown; give one of {', '.join(map(repr, SCHEMES))}")
     check_flag("causal", causal)
     check_flag("return_lse", return_lse)
-    ranks = lax.axis_size(axis_name)
+    try:
+        ranks = lax.axis_size(axis_name)
+    except NameError as error:
+        raise ProblemError(
+            f"axis_name={axis_name!r} is no axis of a mesh here; call within jax.shard_map over a mesh with that axis"
+        ) from error
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ProblemError(f"{name} has {x.ndim} axes; give (batch, rows of this rank, heads, head_dim)")
     layout = Layout(q.shape[1] * ranks, ranks) if layout is None else layout
+    if not isinstance(layout, Layout):
+        raise ProblemError(f"layout is {kind_of(layout)}; give a cuflash.distributed.Layout")
     if layout.ranks != ranks:
         raise ProblemError(f"the layout is for {layout.ranks} ranks, but axis {axis_name!r} has {ranks}")
     rows = {layout.num_rows(rank) for rank in range(ranks)}
