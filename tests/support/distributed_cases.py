@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 import time
 from typing import Any
 from unittest import mock
@@ -283,6 +284,7 @@ def lost(rank: int, ranks: int, how: str) -> list[str]:
 
 def interrupted(rank: int, ranks: int) -> list[str]:
     """Rank 0 waits for rank 1, which computes; Ctrl-C ends both."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     q = torch.randn(1, 8, 2, 8)
     attention(q, q, q)
     print("waits", flush=True)
