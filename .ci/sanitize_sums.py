@@ -20,7 +20,7 @@ BOUNDS = {"cu_seqlens_q": (0, 20, 20, 65), "cu_seqlens_k": (0, 100, 130, 170)}  
 
 def sums(xp: Any, deterministic: bool, turned: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields names and calls; each returns all sums. xp: the array library. turned: changes the strides of q."""
-    ways = [*itertools.product(tiles_sm80.TILES, (64, 128, 256, 33), (False, True), (65,))]
+    ways = [*itertools.product(tiles_sm80.TILES, (48, 64, 128, 256, 33), (False, True), (65,))]
     ways += [(dtype, 128, False, MANY_QUERIES) for dtype in ("float16", "bfloat16")]
     for dtype, dim, packed, queries in ways:
         if dtype != "float32" or dim <= 128:

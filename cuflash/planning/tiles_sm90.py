@@ -229,6 +229,10 @@ class WarpgroupDqDkvTile:
 
 # Order: ascending head dims; for equal head dims, rows for few keys under a mask or for softcap come first.
 TILES = (
+    WarpgroupTile(32, 32, 128, 128, 10, 2, 32, 1, max_keys=640),
+    WarpgroupTile(32, 32, 192, 128, 8, 2, 32, 1, ping_pong=True, dropout=False),
+    WarpgroupTile(48, 48, 128, 128, 10, 2, 48, 1, max_keys=640),
+    WarpgroupTile(48, 48, 192, 128, 8, 2, 16, 1, ping_pong=True, dropout=False),
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1, max_keys=640),
     WarpgroupTile(64, 64, 192, 128, 8, 2, 16, 1, ping_pong=True, dropout=False),
     WarpgroupTile(96, 96, 128, 128, 5, 1, 96, 2, ping_pong=True, dropout=False),
@@ -242,9 +246,8 @@ TILES = (
 # Tiles with mods, if the rows above spill registers with mods or are not for dropout. They are tried in this order:
 # fewer columns of q in registers, then fewer keys.
 MOD_TILES = (
-    WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1),
-    WarpgroupTile(64, 64, 128, 128, 10, 2, 0, 1),
-    WarpgroupTile(64, 64, 128, 64, 15, 2, 0, 1),
+    *(WarpgroupTile(dim, dim, 128, 128, 10, 2, q_columns, 1) for dim in (32, 48, 64) for q_columns in (dim, 0)),
+    *(WarpgroupTile(dim, dim, 128, 64, 15, 2, 0, 1) for dim in (32, 48, 64)),
     WarpgroupTile(96, 96, 128, 128, 5, 1, 0, 2),
     WarpgroupTile(96, 96, 128, 64, 10, 1, 0, 2),
     WarpgroupTile(128, 128, 128, 128, 5, 1, 0, 2),
@@ -260,8 +263,11 @@ MOD_TILES = (
 
 BACKWARD = (
     WarpgroupBackwardTile(32, 32, 128, key_blocks=4, k_steps=2, v_steps=2),
+    WarpgroupBackwardTile(48, 48, 128, key_blocks=4, softcap=True),
+    WarpgroupBackwardTile(48, 48, 128, key_blocks=4, k_steps=3, softcap=False),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, softcap=True),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, k_steps=2, softcap=False),
+    WarpgroupBackwardTile(80, 80, 64, key_blocks=2, k_steps=5, v_steps=5),
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=5, v_steps=6, varlen_k_steps=4),
     WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
@@ -269,9 +275,8 @@ BACKWARD = (
 )
 # Tiles with mods, if the rows above spill registers: these hold no columns of k in registers.
 MOD_BACKWARD = (
-    WarpgroupBackwardTile(32, 32, 128, key_blocks=4),
-    WarpgroupBackwardTile(64, 64, 128, key_blocks=4),
-    WarpgroupBackwardTile(96, 96, 64, key_blocks=2),
+    *(WarpgroupBackwardTile(dim, dim, 128, key_blocks=4) for dim in (32, 48, 64)),
+    *(WarpgroupBackwardTile(dim, dim, 64, key_blocks=2) for dim in (80, 96)),
     WarpgroupBackwardTile(128, 128, 64),
 )
 # Larger head dims have a row for each gradient, as registers do not hold dk and dv of 128 keys beside tiles of 64 rows.

@@ -18,7 +18,7 @@ from cuflash.testing import gradients, oracle
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.layouts import host, identical
 
-DIMS = [(64, 64), (128, 128), (32, 32), (96, 96), (80, 80), (60, 36), (192, 128), (256, 256)]
+DIMS = [(64, 64), (128, 128), (32, 32), (48, 48), (96, 96), (80, 80), (60, 36), (192, 128), (256, 256)]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},

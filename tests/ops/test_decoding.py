@@ -27,7 +27,7 @@ CACHE = replace(ROWS, name="cache", place_k="cache")
 PAGES = replace(ROWS, name="pages", place_q="packed", place_k="paged", page_size=64, bounded=True)
 PACKED = replace(ROWS, name="packed", queries=(1, 2, 0, 3, 1, 8), place_q="packed", place_k="packed", bounded=True)
 KINDS = [ROWS, CACHE, PAGES, PACKED]
-DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72)]
+DIMS = [(32, 32), (48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72)]
 
 
 @pytest.fixture(autouse=True, params=["own", "for_any"])

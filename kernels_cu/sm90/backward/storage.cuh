@@ -22,7 +22,10 @@ constexpr int kDqColumns = kDqByRows      ? const_min(kHeadDim, kPanelColumns)
                                           : kPanelsQk * kPanelColumns / 2;
 constexpr int kDqPanels = (kDqColumns + kPanelColumns - 1) / kPanelColumns;
 constexpr int kDqFloats = kDqTransposed ? kDqPanels * kDqQueries / 2 : kDqColumns / 2;
-constexpr unsigned kBytesDq = 128 * kDqFloats * 4;
+constexpr unsigned kBytesFragments = 128 * kDqFloats * 4;
+// With accumulate a warpgroup's rows leave in whole panels of 32 floats. They need no room for a sum.
+constexpr unsigned kBytesDq = kAccumulates && kDqByRows ? kGroupRows * ((kDqColumns + 31) / 32 * 128) : kBytesFragments;
+constexpr unsigned kBytesDqSum = kDqTransposed ? 8 : 2 * kBytesFragments - kBytesDq;
 static_assert(kDqByRows || kDqTransposed || kBlockQ == 64, "a warpgroup multiplies 64 rows");
 static_assert(kDqByRows ? kPanelsQk == 1 : kDqColumns % kPanelColumns == 0, "whole panels of k");
 static_assert(!kDqTransposed || kDqByQueries || kDqColumns == 64, "a warpgroup multiplies 64 rows");
@@ -33,8 +36,8 @@ struct Storage {
   char q[kStages][kBytesQ], dout[kStages][kBytesDout];
   char ds[kDsStages][kBytesDs];
   char dq[kNumConsumers][kBytesDq];  // on its way to global memory, as floats: in fragment order, or rows
-  char dq_sum[kNumConsumers][kDqTransposed ? 8 : kBytesDq];  // the sum of the other key blocks
-  float stats[kStages][2][kBlockQ];                          // lse, then delta
+  char dq_sum[kNumConsumers][kBytesDqSum];  // the sum of the other key blocks
+  float stats[kStages][2][kBlockQ];         // lse, then delta
   unsigned long long q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   unsigned long long kv_empty, sum_full, sum_empty;
   unsigned long long semaphore_full[2], semaphore_empty[2], dq_empty[2];  // of even and of odd steps

@@ -70,13 +70,13 @@ __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned targe
   }
 }
 
-// Issues the additions of panels of floats, 32 columns each, in the current bulk group. One thread calls.
+// Issues the additions of panels of floats, 32 columns each, in the current bulk group. One thread calls. The copy
+// engine skips columns past the map's.
 template <int kColumns, class Rows>
 __device__ __forceinline__ void add_panels(const TensorMap& map, unsigned source, unsigned panel_bytes, int column,
                                            const Rows& rows, int head) {
-  static_assert(kColumns % 32 == 0, "whole panels of floats");
 #pragma unroll
-  for (int panel = 0; panel < kColumns / 32; ++panel) {
+  for (int panel = 0; panel < (kColumns + 31) / 32; ++panel) {
     add_box(map, source + panel * panel_bytes, column + panel * 32, rows, head);
   }
 }
