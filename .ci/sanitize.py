@@ -171,8 +171,14 @@ def unreached(launched: list[Variant]) -> list[str]:
             rows += [(dtype, row, capped, False)] if row.softcap in (None, capped) else []
             rows.append((dtype, tiles_sm90.choose("lse", row.head_dim, 0, 0.0, capped), capped, False))
         of_each = cases.dense_dq_dkv()
-        sharing = *tiles_sm90.BACKWARD, *(row for row in of_each if row.gradient != "dq")
-        dense = *tiles_sm90.BACKWARD, *of_each, *(replace(row, shares_heads=True) for row in sharing)
+        alone = [row for row in of_each if tiles_sm90.choose_cluster(row.head_dim, row.head_dim_v) is None]
+        sharing = *tiles_sm90.BACKWARD, *(row for row in alone if row.gradient != "dq")
+        dense = (
+            *tiles_sm90.BACKWARD,
+            *tiles_sm90.CLUSTER_BACKWARD,
+            *of_each,
+            *(replace(row, shares_heads=True) for row in sharing),
+        )
         of_lengths = *(row.for_varlen() for row in tiles_sm90.BACKWARD if not row.min_queries), *tiles_sm90.DQ_DKV
         both = (dense, False), (of_lengths, True)
         for (gradients, lengths), capped in itertools.product(both, (False, True)):

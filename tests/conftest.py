@@ -156,7 +156,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(folder))
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "_locks", {})
-    monkeypatch.setattr(compiler, "_spilled", set())
+    monkeypatch.setattr(compiler, "_unusable", set())
     monkeypatch.setattr(disk_cache, "_in_process", {})
     forget()
     yield folder

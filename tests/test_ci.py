@@ -67,8 +67,8 @@ def names() -> set[str]:
 
 def test_all_patterns_are_found() -> None:
     counts = {file: sum(file == each for each, _ in PATTERNS) for file in TEXTS}
-    # Six alternatives, two families and a conversion of each dtype; Hopper's kernels by pytest and by plans.
-    assert {file: count for file, count in counts.items() if count} == {"gpu": 11, "run": 1, "versus_checks.py": 1}
+    # Six alternatives, two families and a conversion of each dtype; Hopper's kernels by pytest.
+    assert {file: count for file, count in counts.items() if count} == {"gpu": 11, "run": 1}
     for file, text in TEXTS.items():
         assert text.count("--kernel-name") == len(SUBSTRING.findall(text)), file
 

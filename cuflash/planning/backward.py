@@ -50,13 +50,13 @@ MAX_HEAD = 256  # largest head dim of sm90 kernels
 
 
 def backward_plan(
-    problem: Problem, device: Device, misaligned: Collection[str], spilled: Collection[Variant] = frozenset()
+    problem: Problem, device: Device, misaligned: Collection[str], avoided: Collection[Variant] = frozenset()
 ) -> Plan:
-    """Returns the plan of backward on a GPU. spilled: kernels to avoid, because they spill registers."""
+    """Returns the plan of backward on a GPU. avoided: kernels that must not run."""
     reason = reason_against(problem, device, misaligned) or _reason_against(problem)
     few_keys = "with so few keys, the query heads of a kv head are better shared out among blocks"
     if reason is None and changes_weights(problem):
-        candidate = _mod_plan(problem, device, spilled)
+        candidate = _mod_plan(problem, device, avoided)
         is_dq_dkv = candidate is not None and candidate.launches[-1].variant.source.endswith("backward_dq_dkv.cu")
         if candidate is not None and not (is_dq_dkv and _has_few_keys(problem, device, 1)):
             return candidate
@@ -71,6 +71,9 @@ def backward_plan(
             return _warpgroup_plan(problem, device, tile)
         shares = choose_sharing_rows(problem, device, rows[1].block_q)
         if not _has_few_keys(problem, device, 2 if shares else 1):
+            candidate = _cluster_plan(problem, device)
+            if candidate is not None and not any(launch.variant in avoided for launch in candidate.launches):
+                return candidate
             return _dq_dkv_plan(problem, device, rows, shares=shares)
         reason = few_keys
     return _sm80_plan(problem, device, reason if device.capability == HOPPER else None)
@@ -101,7 +104,7 @@ def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
     return grouped and 2 * parts * count_key_blocks(problem, KEY_ROWS) < device.num_sms
 
 
-def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
+def _mod_plan(problem: Problem, device: Device, avoided: Collection[Variant]) -> Plan | None:
     """Returns the plan with mods; None if the kernels of all tiles spill registers."""
     dims, capped, lengths = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0, problem.seqlen_info
     # Values of `is_sparse` to try. Varlen skips no tiles: its kernels number visible rows only, so that their tiles do
@@ -115,14 +118,14 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
                 candidate = _warpgroup_plan(problem, device, tile, is_sparse)
             else:
                 candidate = _listed_plan(problem, device, tile.for_varlen(), lengths)
-            if not any(launch.variant in spilled for launch in candidate.launches):
+            if not any(launch.variant in avoided for launch in candidate.launches):
                 return candidate
     rows = []
     for tiles in tiles_sm90.choose_mod_dq_dkv(*dims, capped):
         fitting = (
             (tile, is_sparse)
             for is_sparse, tile in product(ways, tiles)
-            if _dq_dkv_variant(problem, device, tile, is_sparse) not in spilled
+            if _dq_dkv_variant(problem, device, tile, is_sparse) not in avoided
         )
         if (fits := next(fitting, None)) is None:
             return None
@@ -266,6 +269,35 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     if is_sparse:
         launches, buffers = with_mask_tiles(problem, device, launches, workspace)
     return make_plan(problem, device, launches, buffers, num_work=count_key_blocks(problem, tile.block_k))
+
+
+def _cluster_plan(problem: Problem, device: Device) -> Plan | None:
+    """Returns the plan with sm90 kernels: delta; all gradients, in clusters of two thread blocks; convert of dq.
+
+    None where clusters do not serve: deterministic, accumulate, variable lengths, other head dims.
+    """
+    tile = tiles_sm90.choose_cluster(problem.head_dim, problem.head_dim_v)
+    if tile is None or problem.options.deterministic or problem.op.accumulates or problem.seqlen_info is not None:
+        return None
+    heads, rows_q = problem.batch * problem.heads_q, blocks_of(problem.seqlen_q, ACC_ROWS) * ACC_ROWS
+    stats_rows, num_k_blocks = stats_rows_of(problem), blocks_of(problem.seqlen_k, tile.block_k)
+    workspace = {"stats": 2 * heads * stats_rows, "dq_acc": heads * rows_q * tile.head_dim}
+    fields = {
+        "num_q_blocks": blocks_of(problem.seqlen_q, tile.block_q),
+        "num_k_blocks": num_k_blocks,
+        "heads_in_l2": kv_heads_in_l2(problem, device, num_k_blocks),
+        "stats_rows": stats_rows,
+    }
+    key_blocks, tma_boxes = count_key_blocks(problem, tile.block_k), _tma_boxes(problem, *tile.tma_rows)
+    main = make_variant(problem, device, "backward", "sm90/backward/backward_cluster.cu", tile)
+    convert = make_variant(problem, device, "convert", "portable/convert.cu")
+    padded = {"splits": 1, "padded_dim": tile.head_dim, "padded_dim_v": tile.head_dim_v}
+    launches = [
+        delta_launch(problem, device, stats_rows, 1, padded_dim=tile.head_dim),
+        Launch(main, tile.num_in_cluster * key_blocks, fields, tma_boxes),
+        Launch(convert, blocks_of(workspace["dq_acc"] // ACC_OF_THREAD, PORTABLE_THREADS), padded),
+    ]
+    return make_plan(problem, device, launches, workspace, num_work=key_blocks)
 
 
 def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, varlen: SeqlenInfo) -> Plan:

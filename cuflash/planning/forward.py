@@ -27,13 +27,13 @@ L2_BYTES = 32 * 2**20
 
 
 def forward_plan(
-    problem: Problem, device: Device, misaligned: Collection[str], spilled: Collection[Variant] = ()
+    problem: Problem, device: Device, misaligned: Collection[str], avoided: Collection[Variant] = ()
 ) -> Plan:
-    """Returns the plan of forward or lse on a GPU. spilled: kernels to avoid, because they spill registers."""
+    """Returns the plan of forward or lse on a GPU. avoided: kernels that must not run."""
     reason = reason_against(problem, device, misaligned)
     if reason is None:
         for candidate in _hopper_plans(problem, device):
-            if candidate.variant not in spilled:
+            if candidate.variant not in avoided:
                 return candidate
             reason = "its registers do not hold what mods need"
         reason = reason or f"head dims {problem.head_dim, problem.head_dim_v} are over 256"

@@ -23,12 +23,12 @@ def plan(
     problem: Problem,
     device: Device | None,
     misaligned: Collection[str] = (),
-    spilled: Collection[Variant] = (),
+    avoided: Collection[Variant] = (),
 ) -> Plan:
     """Returns the plan of a call on a device; None stands for NumPy on the CPU.
 
-    misaligned: operands assumed not to begin at a multiple of 16 bytes. spilled: kernels to avoid, because they spill
-    registers with mods.
+    misaligned: operands assumed not to begin at a multiple of 16 bytes. avoided: kernels that must not run, as
+    they spill registers or find no room for a cluster.
     """
     if device is None:
         return Plan(problem, "cpu", (), host_kernel=f"reference_{problem.op.name}_{problem.options.algorithm}")
@@ -55,8 +55,8 @@ def plan(
         return append_plan(problem, device)
     problem, device = with_margin(problem, device, misaligned)
     if problem.op.name == "backward":
-        return with_captured_gradients(backward_plan(problem, device, misaligned, spilled), problem, device)
+        return with_captured_gradients(backward_plan(problem, device, misaligned, avoided), problem, device)
     if problem.options.algorithm == "standard":
         scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
         return Plan(problem, device.name, (), workspace_bytes=2 * 4 * scores, host_kernel="cupy_standard")
-    return forward_plan(problem, device, misaligned, spilled)
+    return forward_plan(problem, device, misaligned, avoided)

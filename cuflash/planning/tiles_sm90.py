@@ -177,6 +177,41 @@ class WarpgroupBackwardTile:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterBackwardTile:
+    """Compile-time shape of backward in clusters: two thread blocks share 128 keys, with tiles of 64 queries.
+
+    Of a thread block's four warpgroups, one copies; the others compute p and dv, ds and dk, and half of dq's columns.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    v_steps: int = 4  # steps of 16 columns of v in registers, whose shared memory then passes p between warpgroups
+    softcap: bool | None = None  # as in `WarpgroupTile`
+    num_in_cluster: int = 2
+    block_q: int = GROUP_ROWS
+    block_k: int = 2 * GROUP_ROWS
+    stages: int = 2  # tiles of q and of dout in shared memory
+    warps: int = 16
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Returns the shared memory of one block in bytes, as `SharedStorage` in the kernel asserts."""
+        panels = (1 + self.stages) * (self.head_dim + self.head_dim_v) // PANEL_COLUMNS  # k and v, q and dout
+        panels += self.head_dim // 2 // PANEL_COLUMNS + 2  # the other thread block's k, and ds
+        stats, barriers = self.stages * 2 * self.block_q * FLOAT_BYTES, 8 * (4 * self.stages + 2)
+        return rounded_up(panels * GROUP_ROWS * PANEL_BYTES + stats + barriers, 1024)
+
+    @property
+    def tma_rows(self) -> tuple[int, int]:
+        """The rows of q and dout, and of k and v, in one TMA copy."""
+        return self.block_q, GROUP_ROWS
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The tile's macros for `config.cuh`."""
+        return macros(self, "head_dim head_dim_v block_q block_k stages v_steps")
+
+
+@dataclass(frozen=True, slots=True)
 class WarpgroupDqDkvTile:
     """Compile-time shape of one block of a kernel for one gradient: two warpgroups share 128 rows.
 
@@ -279,6 +314,8 @@ MOD_BACKWARD = (
     *(WarpgroupBackwardTile(dim, dim, 64, key_blocks=2) for dim in (80, 96)),
     WarpgroupBackwardTile(128, 128, 64),
 )
+CLUSTER_BACKWARD = (ClusterBackwardTile(256, 256),)
+CLUSTER_DIMS = 192  # clusters are for larger head dims
 # Larger head dims have a row for each gradient, as registers do not hold dk and dv of 128 keys beside tiles of 64 rows.
 DQ_DKV = (
     *(WarpgroupDqDkvTile(gradient, 192, 128, 64, 3, 3) for gradient in ("dq", "dk")),
@@ -357,6 +394,12 @@ def choose_mod_backward(
     covers = [t for t in rows if _covers(t, head_dim, head_dim_v, softcap)]
     # Smaller head dims first: a tile for larger ones may need fewer registers, but takes up to 1.6 times as long.
     return tuple(sorted(covers, key=lambda t: (t.head_dim, t.head_dim_v)))
+
+
+def choose_cluster(head_dim: int, head_dim_v: int) -> ClusterBackwardTile | None:
+    """Returns the tile of clusters for the head dims, or None. Smaller ones than the tile's have kernels as fast."""
+    covers = (t for t in CLUSTER_BACKWARD if head_dim <= t.head_dim and head_dim_v <= t.head_dim_v)
+    return next((t for t in covers if max(head_dim, head_dim_v) > CLUSTER_DIMS), None)
 
 
 def choose_dq_dkv(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupDqDkvTile, ...]:

@@ -11,7 +11,7 @@ from ..problem.dtypes import DTYPES
 from ..problem.operands import DeltaRole
 from .mod_code import ModCode
 from .tiles_sm80 import BackwardTile, Tile
-from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupDqDkvTile, WarpgroupTile
+from .tiles_sm90 import ClusterBackwardTile, WarpgroupBackwardTile, WarpgroupDqDkvTile, WarpgroupTile
 
 ALGORITHM_CODES = {"flash1": 1, "flash2": 2, "flashd": 3}
 PORTABLE_THREADS = 256
@@ -27,6 +27,7 @@ PARAMS = {
     "sm90/decode/decode.cu": "DecodeParams",
     "sm90/decode/narrow.cu": "DecodeParams",
     "sm90/backward/backward.cu": "TiledBackwardParams",
+    "sm90/backward/backward_cluster.cu": "TiledBackwardParams",
     "sm90/backward/backward_dq_dkv.cu": "TiledDqDkvParams",
     "sm80/backward_mods.cu": "ModGradientParams",
     "portable/delta.cu": "DeltaParams",
@@ -45,9 +46,15 @@ PARAMS_OF_SUMS = {
     "VarlenForwardParams": "VarlenForwardStateParams",
     "TiledBackwardParams": "TiledBackwardSumsParams",
 }
-# Kernels that wait on the device for earlier kernels of the stream; portable/delta.cu runs before the last two.
-WAITING = {"sm90/decode/decode.cu", "sm90/decode/narrow.cu", "sm90/backward/backward.cu", "portable/tile_counts.cu"}
-AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupDqDkvTile
+# Kernels that wait on the device for earlier kernels of the stream; portable/delta.cu runs before the last three.
+WAITING = {
+    "sm90/decode/decode.cu",
+    "sm90/decode/narrow.cu",
+    "sm90/backward/backward.cu",
+    "sm90/backward/backward_cluster.cu",
+    "portable/tile_counts.cu",
+}
+AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupDqDkvTile | ClusterBackwardTile
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,11 @@ class Variant:
     def smem_bytes(self) -> int:
         """The dynamic shared memory of one block, in bytes."""
         return 0 if self.tile is None else self.tile.smem_bytes(DTYPES[self.dtype].itemsize)
+
+    @property
+    def num_in_cluster(self) -> int:
+        """The thread blocks of a cluster, which run at the same time; 1 without clusters."""
+        return getattr(self.tile, "num_in_cluster", 1)
 
     @Once
     def num_threads(self) -> int:

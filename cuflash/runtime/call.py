@@ -143,16 +143,15 @@ def _load_plan(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -
     # The driver encodes TMA descriptors only in a thread that has a context.
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
         while True:
-            # Kernels without mods may spill. Their calls skip this set, as each new shape is planned.
-            spilled = frozenset() if problem.op.mod_spec is None else compiler.spilled()
-            new_plan = plan(problem, device.query(ordinal), misaligned, spilled)
+            avoided = compiler.unusable()
+            new_plan = plan(problem, device.query(ordinal), misaligned, avoided)
             if logger.isEnabledFor(logging.DEBUG):
                 _log(problem.op.name, new_plan)
             try:
                 return LoadedPlan(new_plan, ordinal)
-            except compiler.SpilledError as error:
-                if error.variant in spilled:
-                    raise  # planning chose the spilling kernel again
+            except compiler.UnusableError as error:
+                if error.variant in avoided:
+                    raise  # planning chose the kernel again
 
 
 class CachedCall:

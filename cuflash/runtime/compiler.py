@@ -18,6 +18,7 @@ from ..planning.device import code_runs
 from ..planning.variant import Variant
 from .disk_cache import compiling, find, find_in_cache, keep
 from .driver import current_device, on_device
+from .kernel_launch import has_room_for_cluster
 from .structs import size_of
 
 MOD_FUNCTIONS = "common/mod_functions.cuh"  # included ahead of the generated text of mods
@@ -28,18 +29,26 @@ _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 _lock = Lock()
 _locks: dict[Any, Lock] = {}
 _kernels: dict[tuple[Variant, int], Any] = {}
-_spilled: set[Variant] = set()
+_unusable: set[Variant] = set()
 
 
-class SpilledError(CompileError):
-    """The error of a Hopper kernel that spills registers with mods, and therefore must not run.
+class UnusableError(CompileError):
+    """The error of a kernel that must not run. Planning then takes another one, as `unusable` has this one."""
+
+    def __init__(self, variant: Variant, reason: str) -> None:
+        super().__init__(f"{variant.name} {reason}, and does not run for that reason")
+        self.variant = variant
+        _unusable.add(variant)
+
+
+class SpilledError(UnusableError):
+    """The error of a Hopper kernel that spills registers, with mods or in clusters.
 
     With setmaxnreg, ptxas has let such a kernel write to memory at a wrong address.
     """
 
     def __init__(self, variant: Variant) -> None:
-        super().__init__(f"{variant.name} spills registers, and does not run for that reason")
-        self.variant = variant
+        super().__init__(variant, "spills registers")
 
 
 @cache
@@ -147,13 +156,12 @@ def cubin(variant: Variant) -> bytes:
 
 
 def _is_allowed_to_spill(variant: Variant) -> bool:
-    return variant.mod_code is None or not variant.of_warpgroups
+    return not variant.of_warpgroups or (variant.mod_code is None and variant.num_in_cluster == 1)
 
 
 def _find(variant: Variant, name: str) -> bytes | None:
     content = find(name)
     if content is None and not _is_allowed_to_spill(variant) and find(name + SPILLED) is not None:
-        _spilled.add(variant)
         raise SpilledError(variant)
     return content
 
@@ -161,7 +169,6 @@ def _find(variant: Variant, name: str) -> bytes | None:
 def _compile(variant: Variant, name: str) -> bytes:
     cubin, log = compile_variant(variant)
     if not _is_allowed_to_spill(variant) and _SPILLS.search(log):
-        _spilled.add(variant)
         logger.debug("%s spills registers; the next kernel is taken", variant.name)
         keep(name + SPILLED, variant.name.encode())
         raise SpilledError(variant)
@@ -169,9 +176,9 @@ def _compile(variant: Variant, name: str) -> bytes:
     return cubin
 
 
-def spilled() -> frozenset[Variant]:
-    """Returns the kernels that spill registers and must not run, of those that this process has met."""
-    return frozenset(_spilled)
+def unusable() -> frozenset[Variant]:
+    """Returns the kernels that must not run, of those that this process has met."""
+    return frozenset(_unusable)
 
 
 def load(variant: Variant, ordinal: int) -> Any:
@@ -200,6 +207,10 @@ def _load(variant: Variant, ordinal: int) -> Any:
         # Set for every kernel: the default of 48 KiB includes the kernel's static shared memory.
         most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(kernel.ptr, most, variant.smem_bytes)
+        if variant.num_in_cluster > 1 and not has_room_for_cluster(
+            kernel.ptr, variant.num_in_cluster, variant.num_threads, variant.smem_bytes
+        ):
+            raise UnusableError(variant, f"finds no {variant.num_in_cluster} SMs of a cluster on this GPU")
         _modules.append(module)
         return kernel
 

@@ -35,14 +35,15 @@ class PlainLaunch:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with a number for its value."""
+    """CUlaunchAttribute, with numbers for its value."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
 # CUlaunchConfig: the grid, the block, bytes of shared memory, the stream, the attributes and their number.
 _CONFIG = struct.Struct("=7I4xQQI4x")
-_EARLY = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_EARLY = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, with three numbers for its value
 EARLY_DRIVER = 12040  # the first driver whose graphs take such launches from every capture
 
 
@@ -74,3 +75,16 @@ class EarlyLaunch:
             latest = self._latest = stream, _CONFIG.pack(*self._shape, stream, ctypes.addressof(_EARLY), 1)
         if result := self._launch(latest[1], self._function, buffer.pointers, None):
             raise failure(result, "a kernel was not launched")
+
+
+def has_room_for_cluster(kernel: int, size: int, num_threads: int, smem_bytes: int) -> bool:
+    """Returns True if the current GPU has SMs of one GPC for a cluster of `size` thread blocks, as MIG may leave none.
+
+    kernel: the address of a CUfunction.
+    """
+    attribute, clusters = _Attribute(_CLUSTER_DIMENSION, 0, (size, 1, 1)), ctypes.c_int(0)
+    config = _CONFIG.pack(size, 1, 1, num_threads, 1, 1, smem_bytes, 0, ctypes.addressof(attribute), 1)
+    count = function("cuOccupancyMaxActiveClusters", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    if result := count(ctypes.addressof(clusters), kernel, config):
+        raise failure(result, "clusters were not counted")
+    return clusters.value > 0

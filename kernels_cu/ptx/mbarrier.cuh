@@ -29,6 +29,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsi
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Adds to the bytes that the phase expects, without an arrival.
+__device__ __forceinline__ void mbarrier_expect_tx(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
   asm volatile(
       "{\n"

@@ -73,6 +73,11 @@ constexpr int kVSteps = CUFLASH_V_STEPS;      // 16-column steps of v doutᵀ wi
 static_assert(kNumConsumers == 2 && kBlockK == 2 * kGroupRows, "two consumers share the keys of a block");
 #endif
 
+// Backward in clusters.
+#if defined(CUFLASH_V_STEPS) && !defined(CUFLASH_DS_STAGES)
+constexpr int kVSteps = CUFLASH_V_STEPS;
+#endif
+
 // Backward for one gradient.
 #ifdef CUFLASH_GRADIENT
 enum class Gradient { kDq = 0, kDk = 1, kDv = 2 };

@@ -33,12 +33,17 @@ BY_ROWS = dict.fromkeys(  # a kernel for each gradient
 
 
 @pytest.fixture(
-    params=[*FUSED, *BY_ROWS], ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else f"d{x.head_dim}q{x.block_q}"
+    params=[*FUSED, *tiles_sm90.CLUSTER_BACKWARD, *BY_ROWS],
+    ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else f"d{x.head_dim}q{x.block_q}",
 )
 def dims(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     """Yields the head dims of a kernel, and lets the planner choose it for any number of queries."""
     if isinstance(request.param, tuple):
-        yield request.param
+        with planned_with(tiles_sm90, CLUSTER_BACKWARD=()):
+            yield request.param
+        return
+    if isinstance(request.param, tiles_sm90.ClusterBackwardTile):
+        yield request.param.head_dim, request.param.head_dim_v
         return
     shape = request.param.head_dim, request.param.block_q
     capped = [tile for tile in tiles_sm90.BACKWARD if tile.softcap and (tile.head_dim, tile.block_q) == shape]
@@ -153,6 +158,26 @@ def test_blocks_that_share_query_heads_add_up_dk_and_dv(cupy: Any, mask: str, di
         case = Case(mask, 2, 1500, 600, *heads, *dims, "bfloat16", **MASKS[mask])
         assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["parts_log2"]
         check_in_many_orders(cupy, case, 50)
+
+
+@pytest.mark.parametrize("dims", tiles_sm90.CLUSTER_BACKWARD, indirect=True)
+@pytest.mark.parametrize("mask", MASKS)
+def test_clusters_add_up_dq_in_any_order_and_repeat_dk_and_dv(cupy: Any, mask: str, dims: tuple[int, int]) -> None:
+    for shape in ((1, 1000, 300, 2, 2), (1, 4000, 100, 1, 1), (1, 150, 20 * 128 - 5, 6, 2), (9, 700, 1500, 32, 8)):
+        case = Case(mask, *shape, *dims, "bfloat16", **MASKS[mask])
+        plan = make_plan(case.problem("backward"), device.query(0))
+        if plan.fallback is None:  # else grouped heads have too few keys
+            assert plan.launches[1].variant.num_in_cluster == 2
+            check_in_many_orders(cupy, case, 30)
+    inputs, first = checked(cupy, case)
+    same, other = cupy.ones((), bool), cupy.cuda.Stream(non_blocking=True)
+    source, target = cupy.zeros(1 << 26, "float32"), cupy.empty(1 << 26, "float32")
+    for _ in range(300):
+        with other:
+            target[...] = source
+        for got, expected in zip(backward(case, inputs)[1:], first[1:], strict=True):
+            same &= (bits(got) == bits(expected)).all()
+    assert bool(same)
 
 
 @pytest.mark.parametrize("dims", BY_ROWS, indirect=True)

@@ -45,7 +45,7 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     *(("lse", "bfloat16", 64, 64, changes) for changes in ({}, GENERIC)),
     *((op, "bfloat16", 64, 64, {}) for op in ("merge", "append_kv")),
     *((op, "bfloat16", 128, 128, {"aligned": False}) for op in BACKWARD_OPS),
-    ("backward", "bfloat16", 128, 128, {}),
+    *(("backward", "bfloat16", dim, dim, {}) for dim in (128, 256)),
     *((op, "bfloat16", 128, 128, PACKED) for op in ("forward", "lse", "delta", "backward")),
     *((op, "bfloat16", 128, 128, PACKED | GENERIC) for op in BACKWARD_OPS),
     *((op, "float16", 256, 256, {}) for op in HOPPER_GRADIENTS),
@@ -75,6 +75,7 @@ ONE_OF_EACH_KIND = (
     *(("backward", "float16", 128, 128, {"queries": 2**16, "causal": False} | changes) for changes in ({}, CAPPED)),
     *(("backward", "float16", dim, dim, SHARED_HEADS | changes) for dim in (64, 128) for changes in ({}, PACKED)),
     *(("backward", "float16", 192, 128, changes) for changes in ({}, CAPPED, SHARED_HEADS)),
+    *(("backward", "float16", 256, 256, changes) for changes in ({}, CAPPED)),
     *(
         (op, "float16", *dims, changes)
         for op in HOPPER_GRADIENTS
@@ -251,7 +252,9 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         row for row in tiles_sm90.DQ_DKV if not tiles_sm90.choose_backward(row.head_dim, row.head_dim_v, 1.0, False)
     ]
     gradients += [(f"backward_{row.gradient}", row, False) for row in dense]
-    of_keys = [replace(row, shares_heads=True) for row in dense if row.gradient != "dq"]
+    gradients += [("backward", row, False) for row in tiles_sm90.CLUSTER_BACKWARD]
+    alone = [row for row in dense if tiles_sm90.choose_cluster(row.head_dim, row.head_dim_v) is None]
+    of_keys = [replace(row, shares_heads=True) for row in alone if row.gradient != "dq"]
     gradients += [(f"backward_{row.gradient}", row, False) for row in of_keys]
     of_gradients = set()
     for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):

@@ -46,7 +46,7 @@ def test_the_sanitizer_reaches_every_tile_and_every_varlen_kernel(monkeypatch: p
 def test_calls_that_add_to_float32_arrays_write_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     calls = list(import_module("sanitize_sums").sums(np, True, lambda q: q[::-1]))
-    assert len({name for name, _ in calls}) == len(calls) == 2 * 2 * (4 + 4 + 3) + 2 * 2
+    assert len({name for name, _ in calls}) == len(calls) == 2 * 2 * (5 + 5 + 4) + 2 * 2
     for name, call in calls:
         results = [x.copy() for x in call()]
         assert not any(np.isnan(x.astype("float32")).any() for x in results), name

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from gradients import DETERMINISTIC
-from plans import ARCHS, DTYPES, of_lengths
+from plans import ARCHS, DTYPES, of_lengths, planned_with
 from plans import problem as make_problem
+from variants import problem_of
 
 import cuflash
 from cuflash.errors import UnsupportedError
+from cuflash.planning import tiles_sm90
 from cuflash.planning.backward import backward_plan
 from cuflash.planning.delta import BLOCK_WORDS, DELTA_ROWS, MOD_BLOCK_WORDS, STATS_ROWS
 from cuflash.planning.device import DEVICES
@@ -35,15 +37,17 @@ def backward(*head_dims: int, arch: str = "sm_80", **more: Any) -> Plan:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_kernels_of_each_device_in_order(arch: str, dtype: str, deterministic: bool) -> None:
-    for dim in (64, 128, 256):
+    for dim in (64, 128, 192, 256):
         more: dict[str, Any] = {"dtype": dtype, "dims": (2, 300, 500, 2, 2)}
         plan = backward(dim, dim, arch=arch, deterministic=deterministic, **more)
         expected = ["backward_dkdv", "backward_dq"] if deterministic else ["backward", "convert"]
         if arch == "sm_90" and dtype != "float32":
             expected = ["backward"] if dim <= 128 else ["backward_dq", "backward_dk", "backward_dv"]
+            if dim == 256 and not deterministic:
+                expected = ["backward", "convert"]
         assert [launch.variant.op for launch in plan.launches] == ["delta", *expected]
         assert plan.variant is plan.launches[1].variant
-        if len(expected) == 3:  # sums have a fixed order, deterministic or not
+        if len(expected) == 3 and dim == 192:  # sums have a fixed order, deterministic or not
             assert plan.launches == backward(dim, dim, arch=arch, **more).launches
 
 
@@ -122,6 +126,30 @@ def test_deterministic_blocks_are_numbered_by_a_counter() -> None:
             assert launch.takes_counter == deterministic
 
 
+def test_clusters_compute_wide_heads_where_they_may() -> None:
+    dims: dict[str, Any] = {"dims": (2, 300, 500, 4, 4)}
+    for head_dim, head_dim_v in ((256, 256), (200, 64), (64, 256), (200, 192)):
+        plan = backward(head_dim, head_dim_v, arch="sm_90", softcap=5.0, **dims)
+        delta, main, convert = plan.launches
+        assert main.variant.source == "sm90/backward/backward_cluster.cu"
+        assert main.num_blocks == 2 * 2 * 4 * 4  # of each key block, sequence and head
+        assert plan.workspace["dq_acc"].size == 4 * 2 * 4 * 304 * 256
+        assert (delta.fields["padded_dim"], convert.fields["padded_dim"]) == (256, 256)
+        assert "semaphores" not in plan.workspace
+        others = backward_plan(plan.problem, H100, (), {main.variant}).launches
+        assert {launch.variant.op for launch in others} == {"delta", "backward_dq", "backward_dk", "backward_dv"}
+    of_others = [
+        backward(192, 192, arch="sm_90", **dims),
+        backward(256, 256, arch="sm_90", deterministic=True, **dims),
+        backward(256, 256, arch="sm_90", sm_margin=1, **dims),
+        backward(256, 256, arch="sm_90", dims=(1, 300, 500, 8, 1)),  # few key blocks of grouped heads: sm80
+        of_lengths(256),
+        make_plan(mod_problem(256, dims=(2, 300, 500, 4, 4)), H100),
+        make_plan(problem_of("backward", "float16", 256, 256, accumulate=True), H100),
+    ]
+    assert not any(launch.variant.num_in_cluster > 1 for plan in of_others for launch in plan.launches)
+
+
 def test_keys_that_few_queries_see_have_their_own_tile() -> None:
     tiles = []
     for seqlen, causal in ((8192, False), (16384, True), (8191, False), (8192, True)):
@@ -134,7 +162,9 @@ def test_keys_that_few_queries_see_have_their_own_tile() -> None:
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str, Any]) -> None:
-    plan, dense = of_lengths(dim, **more), backward(dim, dim, arch="sm_90", dims=(4, 4096, 4096, 16, 16), **more)
+    with planned_with(tiles_sm90, CLUSTER_BACKWARD=()):  # they are for dense calls
+        dense = backward(dim, dim, arch="sm_90", dims=(4, 4096, 4096, 16, 16), **more)
+    plan = of_lengths(dim, **more)
     assert plan.fallback is None
     for launch, like in zip(plan.launches, dense.launches, strict=True):
         tile = like.variant.tile
@@ -185,7 +215,9 @@ def mod_problem(head_dim: int, dims: tuple[int, int, int, int, int] = (2, 300, 5
 def test_kernels_get_mod_code_for_queries_or_keys_as_rows(dim: int, deterministic: bool) -> None:
     dims = (2, 8192, 8192, 2, 2)
     problem = mod_problem(dim, dims=dims, deterministic=deterministic)
-    plan, plain = make_plan(problem, H100), backward(dim, dim, arch="sm_90", dims=dims, deterministic=deterministic)
+    with planned_with(tiles_sm90, CLUSTER_BACKWARD=()):  # they take no mods
+        plain = backward(dim, dim, arch="sm_90", dims=dims, deterministic=deterministic)
+    plan = make_plan(problem, H100)
     assert plan.fallback is None
     assert [x.variant.op for x in plan.launches] == [x.variant.op for x in plain.launches]
     assert plan.launches[0].variant == plain.launches[0].variant

@@ -209,7 +209,7 @@ def test_dq_dkv_query_heads_are_shared_below_two_waves() -> None:
     """Two thread blocks share the query heads of each key block of backward_dq_dkv below two waves of key blocks."""
 
     def by_rows(batch: int, seqlen: int, heads: tuple[int, int], **more: Any) -> Plan:
-        return backward(256, 256, dims=(batch, seqlen, seqlen, *heads), **({"causal": True} | more))
+        return backward(192, 192, dims=(batch, seqlen, seqlen, *heads), **({"causal": True} | more))
 
     shared, key_blocks = by_rows(2, 8192, (8, 1)), 2 * 8192 // KEY_ROWS
     (_, dq, dk, dv), of_delta = shared.launches, shared.launches[0].fields
@@ -223,13 +223,13 @@ def test_dq_dkv_query_heads_are_shared_below_two_waves() -> None:
     assert "semaphores" not in by_rows(2, 8192, (8, 1), **window).workspace
     assert "semaphores" in by_rows(1, 8192, (8, 1), **window).workspace
     for queries, shares in ((256, True), (192, False)):  # with few, adding up takes longer
-        few = backward(256, 256, dims=(2, queries, 8192, 8, 1), causal=True, diagonal_offset=0)
+        few = backward(192, 192, dims=(2, queries, 8192, 8, 1), causal=True, diagonal_offset=0)
         assert ("semaphores" in few.workspace) == shares
 
 
 def test_dq_dkv_takes_fewer_key_blocks_if_two_blocks_share_each() -> None:
     def goes_by_rows(key_blocks: int, **more: Any) -> bool:
-        launches = backward(256, 256, dims=(1, key_blocks * KEY_ROWS, key_blocks * KEY_ROWS, 8, 1), **more).launches
+        launches = backward(192, 192, dims=(1, key_blocks * KEY_ROWS, key_blocks * KEY_ROWS, 8, 1), **more).launches
         return launches[-1].variant.source == "sm90/backward/backward_dq_dkv.cu"
 
     # At least half as many thread blocks as SMs, with two blocks for each key block, or one.

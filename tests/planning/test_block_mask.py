@@ -129,10 +129,10 @@ def test_varlen_kernels_that_spill_give_way_to_others_and_at_last_to_sm80() -> N
     problem = make_problem(score_mod=scores.alibi(np.ones(4, np.float32)), varlen_kwargs={"seqused_k": (2,)})
     spilled: set[Variant] = set()
     for _ in range(4):
-        variant = make_plan(problem, DEVICES["sm_90"], spilled=spilled).variant
+        variant = make_plan(problem, DEVICES["sm_90"], avoided=spilled).variant
         assert (variant.source, variant.is_varlen, variant in spilled) == ("sm90/forward/forward.cu", True, False)
         spilled.add(variant)
-    plan = make_plan(problem, DEVICES["sm_90"], spilled=spilled)
+    plan = make_plan(problem, DEVICES["sm_90"], avoided=spilled)
     assert plan.variant.source == "sm80/forward.cu"
     assert "registers" in (plan.fallback or "")
 
@@ -215,7 +215,7 @@ def test_sparse_backward_becomes_dense_only_if_all_its_tiles_spill() -> None:
     problem = make_problem(masks.segments(IDS), "backward")
     spilled: set[Variant] = set()
     tiles = []
-    while (plan := make_plan(problem, DEVICES["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
+    while (plan := make_plan(problem, DEVICES["sm_90"], avoided=spilled)).launches[0].variant.op == "block_mask":
         main = plan.variant
         assert main.mod_code == make_mod_code(problem, keys_as_rows=True, is_sparse=True)
         assert isinstance(main.tile, WarpgroupBackwardTile)
@@ -240,12 +240,12 @@ def test_dq_dkv_kernels_use_mask_tiles_unless_they_spill() -> None:
             problem, keys_as_rows=launch.variant.op != "backward_dq", is_sparse=True
         )
     assert plan.variant is plan.launches[2].variant
-    wide, narrow = plan.variant.tile, make_plan(problem, DEVICES["sm_90"], spilled={plan.variant}).launches[2].variant
+    wide, narrow = plan.variant.tile, make_plan(problem, DEVICES["sm_90"], avoided={plan.variant}).launches[2].variant
     assert isinstance(wide, WarpgroupDqDkvTile)
     assert isinstance(narrow.tile, WarpgroupDqDkvTile)
     assert wide.columns > narrow.tile.columns
     assert narrow.mod_code == make_mod_code(problem, is_sparse=True)
-    again = make_plan(problem, DEVICES["sm_90"], spilled={plan.variant, narrow})
+    again = make_plan(problem, DEVICES["sm_90"], avoided={plan.variant, narrow})
     assert [launch.variant.mod_code for launch in again.launches[2:]] == [
         make_mod_code(problem), *(launch.variant.mod_code for launch in plan.launches[3:])
     ]  # fmt: skip

@@ -123,7 +123,7 @@ def test_kernels_mods_that_spill_are_not_taken() -> None:
     ):
         call, spilled, sources = mod_problem(op, head_dim, causal=causal), [], [f"sm90/forward/{op}.cu"]
         while sources[-1].startswith("sm90/"):
-            plan = make_plan(call, H100, spilled=frozenset(spilled))
+            plan = make_plan(call, H100, avoided=frozenset(spilled))
             (launch,) = plan.launches
             assert launch.variant not in spilled
             assert launch.variant.mod_code is not None

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 from mod_variants import mod_variants
-from variants import variants
+from variants import problem_of, variant_of, variants
 from workers import run_python, run_threads
 
 from cuflash.errors import CompileError, UnsupportedError
+from cuflash.planning.device import DEVICES
+from cuflash.planning.planner import plan
 from cuflash.planning.variant import Variant
 from cuflash.runtime import compiler
 from cuflash.runtime.disk_cache import cache_dir as chosen_dir
@@ -243,6 +245,24 @@ def test_the_loaded_kernel_is_the_validated_one_after_a_file_swap(
     monkeypatch.setattr("cupy.cuda.driver.funcSetAttribute", lambda *args: loaded.append(args[::2]))
     assert compiler.load(MERGE, 0) is kernel
     assert loaded == [sound, (77, MERGE.smem_bytes)]
+
+
+def test_a_kernel_without_room_for_its_cluster_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters = variant_of("backward", "float16", 256, 256, DEVICES["sm_90"])
+    module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: SimpleNamespace(ptr=77))
+    monkeypatch.setattr(compiler, "cubin", lambda variant: b"")
+    monkeypatch.setattr(compiler, "current_device", lambda: 0)
+    monkeypatch.setattr(compiler, "_modules", [])
+    monkeypatch.setattr("cupy.cuda.Module", lambda: module)
+    monkeypatch.setattr("cupy.cuda.driver.funcSetAttribute", lambda *_: None)
+    monkeypatch.setattr(compiler, "has_room_for_cluster", lambda *arguments: arguments != (77, 2, 512, 231424))
+    with pytest.raises(compiler.UnusableError, match="finds no 2 SMs of a cluster on this GPU"):
+        compiler.load(clusters, 0)
+    assert compiler.unusable() == {clusters}
+    problem = problem_of("backward", "float16", 256, 256)
+    others = [launch.variant for launch in plan(problem, DEVICES["sm_90"], (), compiler.unusable()).launches]
+    assert clusters not in others
+    compiler.load(others[-1], 0)
 
 
 def test_different_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

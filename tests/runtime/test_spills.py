@@ -53,12 +53,12 @@ def test_a_kernel_of_hoppers_with_functions_mods_does_not_run_if_it_spills(
         with pytest.raises(compiler.SpilledError, match=hopper.name) as caught:
             compiler.cubin(hopper)
         assert caught.value.variant is hopper
-    assert compiler.spilled() == {hopper}
+    assert compiler.unusable() == {hopper}
     assert sorted(path.suffix for path in cache_dir.iterdir()) == [".cubin", ".spilled"]
-    monkeypatch.setattr(compiler, "_spilled", set())  # as in another process
+    monkeypatch.setattr(compiler, "_unusable", set())  # as in another process
     with pytest.raises(compiler.SpilledError):
         compiler.cubin(hopper)
-    assert compiler.spilled() == {hopper}
+    assert compiler.unusable() == {hopper}
     assert not logs
 
 
@@ -67,7 +67,7 @@ def test_other_kernels_run_if_they_spill(logs: list[str]) -> None:
     for variant in (generic, replace(generic, mod_code=None), MERGE):
         logs.append(SPILLS)
         assert compiler.cubin(variant) == b"cubin"
-    assert not compiler.spilled()
+    assert not compiler.unusable()
 
 
 def test_a_spilled_kernel_is_remembered_without_a_folder(
@@ -100,7 +100,7 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
     monkeypatch.setattr(calls, "LoadedPlan", Loaded)
     monkeypatch.setattr(calls, "current_device", lambda: 0)
     monkeypatch.setattr(calls.device, "query", lambda _: DEVICES["sm_90"])
-    monkeypatch.setattr(compiler, "spilled", lambda: frozenset(spilled))
+    monkeypatch.setattr(compiler, "unusable", lambda: frozenset(spilled))
     assert calls._load_plan(call, 0).plan.launches[0].variant is tried[2]
     assert len(set(tried)) == 3
     tried.clear()

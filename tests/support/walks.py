@@ -232,6 +232,24 @@ class Walk:
             elif result in expected:
                 yield Rows(result, work.batch, work.head, keys)
 
+    def half_of_keys(self, index: int) -> Iterator[Piece | Rows | Touch]:
+        """Yields the work of a thread block in a cluster of two, which share the keys of a key block."""
+        problem, fields, tile = self.problem, self.fields, self.tile
+        heads, half = problem.batch * problem.heads_kv, tile.block_k // 2
+        head_block = lpt_order(index // 2, fields["num_k_blocks"], heads, fields["heads_in_l2"])
+        work = Work.from_head_block(head_block, problem.heads_kv)
+        keys = self.rows_of(work.block, tile.block_k, problem.seqlen_k)
+        half_keys = keys[index % 2 * half :][:half]
+        for head in range(work.head * self.group, (work.head + 1) * self.group):
+            for m in covering(problem.mask.row_range(keys.start, keys.stop), tile.block_q):
+                rows = self.rows_of(m, tile.block_q, problem.seqlen_q)
+                yield Piece("dq dk dv", work.batch, head, rows, half_keys)
+                yield from self.stats(work.batch, head, m * tile.block_q, tile.block_q)
+                acc = self.query_head(work.batch, head)
+                yield from self.strips("add", "dq_acc", acc, problem.seqlen_q, rows, tile.head_dim)
+        if half_keys:
+            yield from (Rows(result, work.batch, work.head, half_keys) for result in ("dk", "dv"))
+
     def rows_of_gradient(self, index: int) -> Iterator[Piece | Rows | Touch]:
         """Returns the work of a block of backward_dq_dkv: of queries for dq, and of keys for dk and dv."""
         return self.query_block(index) if self.tile.gradient == "dq" else self.key_block(index)
@@ -297,5 +315,6 @@ ONE_BLOCK: dict[str, Callable[[Walk, int], Iterator[Piece | Rows | Touch]]] = {
     "sm80/backward.cu": Walk.key_block,
     "sm80/backward_dq.cu": Walk.query_block,
     "sm90/backward/backward.cu": Walk.steps_of_keys,
+    "sm90/backward/backward_cluster.cu": Walk.half_of_keys,
     "sm90/backward/backward_dq_dkv.cu": Walk.rows_of_gradient,
 }

@@ -35,7 +35,7 @@ struct Storage {
   char k[kBytesK], v[kBytesV];
   char q[kStages][kBytesQ], dout[kStages][kBytesDout];
   char ds[kDsStages][kBytesDs];
-  char dq[kNumConsumers][kBytesDq];  // on its way to global memory, as floats: in fragment order, or rows
+  char dq[kNumConsumers][kBytesDq];         // on its way to global memory, as floats: in fragment order, or rows
   char dq_sum[kNumConsumers][kBytesDqSum];  // the sum of the other key blocks
   float stats[kStages][2][kBlockQ];         // lse, then delta
   unsigned long long q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];

@@ -22,21 +22,21 @@ __device__ __forceinline__ void load_rows(unsigned (&a)[kCount][4], unsigned row
   }
 }
 
-// Issues x = a bᵀ over kDim columns of the tiles behind two descriptors. The first kInRegisters steps of a are in
-// registers.
+// Issues x = a bᵀ, or x += a bᵀ, over kDim columns of the tiles behind two descriptors. The first kInRegisters steps of
+// a are in registers.
 template <int kDim, int kInRegisters, int kCount>
 __device__ __forceinline__ void issue_abt(float (&x)[kCount], const unsigned (*a_registers)[4],
                                           unsigned long long a_begin, unsigned a_panel_bytes,
-                                          unsigned long long b_begin, unsigned b_panel_bytes) {
+                                          unsigned long long b_begin, unsigned b_panel_bytes, bool accumulate = false) {
   wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < kDim / 16; ++kk) {
     const unsigned long long b = b_begin + wgmma_columns(kk, b_panel_bytes);
     if (kk < kInRegisters) {
-      Wgmma<2 * kCount>::template rs<kIsFloat16, false>(x, a_registers[kk], b, kk > 0);
+      Wgmma<2 * kCount>::template rs<kIsFloat16, false>(x, a_registers[kk], b, kk > 0 || accumulate);
     } else {
       const unsigned long long a = a_begin + wgmma_columns(kk, a_panel_bytes);
-      Wgmma<2 * kCount>::template ss<kIsFloat16, false>(x, a, b, kk > 0);
+      Wgmma<2 * kCount>::template ss<kIsFloat16, false>(x, a, b, kk > 0 || accumulate);
     }
   }
   wgmma_commit();
