@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from mod_variants import CALLS, few_variants, mod_variants
-from variants import DTYPES, KEYS, SHARED_HEADS, variant_of, variants
+from variants import DTYPES, SHARED_HEADS, TALL, variant_of, variants
 
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning import tiles_sm80, tiles_sm90
@@ -56,10 +56,10 @@ SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128
 # One of each way of building a kernel.
 ONE_OF_EACH_KIND = (
     *(("forward", *what, changes) for what in SIXTEEN_BIT for changes in ({}, GENERIC)),
-    ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]}),
+    ("forward", "bfloat16", 64, 64, TALL),
     ("forward", "bfloat16", 128, 128, GENERIC),
     *(("forward", *what, CAPPED) for what in SIXTEEN_BIT),
-    ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]} | CAPPED),
+    ("forward", "bfloat16", 64, 64, TALL | CAPPED),
     ("lse", "bfloat16", 192, 192, CAPPED),
     ("forward", "float32", 256, 256, {}),
     *(("append_kv", dtype, 64, 64, {}) for dtype in ("float16", "float32")),

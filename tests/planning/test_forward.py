@@ -7,6 +7,7 @@ from typing import Any
 
 from plans import mod_problem
 from plans import problem as make_problem
+from variants import problem_of
 
 import cuflash
 from cuflash.planning.device import DEVICES
@@ -31,12 +32,35 @@ def test_the_tile_is_chosen_by_the_mean_visible_keys_of_a_query() -> None:
     causal: list[dict[str, Any]] = [{"causal": True}, {"causal": True, "diagonal_offset": -2000}]
     tiles = set()
     for seqlen_k, more in product((100, 2289, 2290, 3000, 4096), ({}, *causal, *windows)):  # 2289: just under 640 each
-        problem = make_problem(dims=(1, 4096, seqlen_k, 2, 2), **more)
+        problem = make_problem(dims=(1, 4096, seqlen_k, 18, 18), **more)
         keys = MANY if problem.mask.is_full else problem.mask.num_visible() / 4096
         (launch,) = make_plan(problem, H100).launches
         assert launch.variant.tile == choose("forward", 64, 64, keys, False)
         tiles.add(launch.variant.tile)
     assert len(tiles) == 2
+
+
+def test_a_tile_of_fewer_rows_is_taken_where_an_sm_computes_fewer_rows() -> None:
+    tall, short = choose("forward", 64, 64, MANY, False), choose("forward", 64, 64, 0.0, False)
+    assert tall is not None
+    assert short is not None
+    assert (tall.block_q, short.block_q) == (192, 128)
+    for batch, queries, heads, more, expected in (
+        (1, 1024, 12, {}, short),  # each SM has a tile
+        (64, 197, 12, {}, short),  # two tiles a sequence, which are half empty
+        (4096, 64, 8, {}, short),
+        (1, 4096, 10, {}, tall),  # two rounds of 192 rows, three of 128
+        (2, 4096, 10, {}, tall),  # four and five
+        (1, 8192, 4, {}, short),  # two rounds each
+        (1, 4096, 8, {"causal": True}, short),
+        (1, 4096, 16, {"causal": True}, tall),
+        (8, 1024, 16, {"causal": True}, short),  # few keys
+    ):
+        dims = batch, queries, queries, heads, heads
+        assert launched(dims=dims, **more).variant.tile == expected, (dims, more)
+    packed = make_plan(problem_of("forward", "bfloat16", 64, 64, queries=300, keys=4096, packed=True), H100)
+    assert packed.variant is not None
+    assert packed.variant.tile == tall.for_varlen(False)  # whose lengths the device reads
 
 
 def test_tiles_are_counted_where_blocks_take_several_of_different_lengths() -> None:

@@ -29,6 +29,8 @@ from cuflash.runtime import compiler
 DTYPES = tuple(TILES)
 # Numbers of keys on both sides of each limit at which the choice of an sm90 tile changes.
 KEYS = (8, *sorted({tile.max_keys + 9 for tile in tiles_sm90.TILES if tile.max_keys is not None}))
+# Arguments for which the tallest tile takes less time than tiles of 128 rows.
+TALL = {"queries": 190, "group": 89, "keys": KEYS[-1] + 190}
 
 # Arguments with which thread blocks of sm90 backward share the query heads of a key block.
 SHARED_HEADS = {"group": 16, "queries": 512}
@@ -144,7 +146,7 @@ def ways(device: Device, of_hopper: bool, op: str = "forward") -> list[dict[str,
     few = [{"used": True}] if op == "forward" else []
     if not of_hopper:
         return [way | ({"aligned": False} if is_hopper(device) else {}) for way in ({}, packed, *few)]
-    lengths: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
+    lengths: list[dict[str, Any]] = [*({"keys": keys} for keys in KEYS), TALL]
     if op == "backward":
         long = [tile.min_queries for tile in tiles_sm90.BACKWARD if tile.min_queries]
         lengths = [{"queries": queries, "causal": False} for queries in long]
