@@ -16,7 +16,7 @@ from plans import planned_with
 
 import cuflash
 from cuflash.planning import backward as plan_backward
-from cuflash.planning import device, tiles_sm90
+from cuflash.planning import backward_sm90, device, tiles_sm90
 from cuflash.planning.planner import plan as make_plan
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.gradients import BackwardArgs, backward, backward_args, check
@@ -116,7 +116,7 @@ def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str,
     inputs = backward_args(case, cupy)
     _, dk, dv = run(case, inputs)
     table = tuple(replace(tile, key_blocks=4) for tile in tiles_sm90.BACKWARD)
-    with planned_with(tiles_sm90, BACKWARD=table), planned_with(plan_backward, SHORT_WAVES=0):
+    with planned_with(tiles_sm90, BACKWARD=table), planned_with(backward_sm90, SHORT_WAVES=0):
         assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["key_blocks"] > 1
         got = run(case, inputs)
         check(case, inputs, got)

@@ -21,7 +21,7 @@ from problems import far_apart, need_memory, problems
 
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.planning import backward as plan_backward
+from cuflash.planning import backward_sm80
 from cuflash.runtime.call import LoadedPlan
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case, numpy_dtype
@@ -268,7 +268,7 @@ def test_gpu_every_split_of_a_group_gives_the_same_gradients(cupy: Any, heads: t
     case = Case("split", 2, 150, 200, *heads, 72, 40, dtype, causal=True)
     args, group = backward_args(case, cupy), heads[0] // heads[1]
     for splits in {-(-group // heads_each) for heads_each in range(1, group + 1)}:
-        with for_any_gpu(), planned_with(plan_backward, choose_splits=lambda *_, splits=splits: splits):
+        with for_any_gpu(), planned_with(backward_sm80, choose_splits=lambda *_, splits=splits: splits):
             main = cuflash.plan(args.q, args.k, args.v, op="backward", causal=True).launches[1]
             assert main.fields["splits"] == splits
             check(case, args, backward(case, args))

@@ -9,7 +9,7 @@ import pytest
 from plans import planned_with
 
 import cuflash
-from cuflash.planning import backward as plan_backward
+from cuflash.planning import backward_sm90
 from cuflash.testing.layouts import identical
 from cuflash.testing.sequences import Sequences, check, check_gradients, gradients, varlen_arrays
 
@@ -56,8 +56,8 @@ def test_gradients_agree_with_float64_at_several_tiles(
 ) -> None:
     args = varlen_arrays(replace(case, dims=dims))
     # One key block for each thread block, and as many as its tile allows.
-    for waves in (plan_backward.SHORT_WAVES, 0):
-        with planned_with(plan_backward, SHORT_WAVES=waves):
+    for waves in (backward_sm90.SHORT_WAVES, 0):
+        with planned_with(backward_sm90, SHORT_WAVES=waves):
             results = gradients(args, cupy, deterministic=deterministic)
             check_gradients(args, results)
             if deterministic:

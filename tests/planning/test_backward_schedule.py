@@ -9,7 +9,6 @@ import pytest
 from plans import of_lengths
 from plans import problem as make_problem
 
-from cuflash.planning.backward import MOST_PARTS, SHORT_KEYS, SHORT_WAVES, SORTED_WAVES
 from cuflash.planning.backward_schedule import (
     KEY_ROWS,
     L2_BYTES,
@@ -18,6 +17,7 @@ from cuflash.planning.backward_schedule import (
     SHARED_STEPS,
     WAVES_TOGETHER,
 )
+from cuflash.planning.backward_sm90 import MOST_PARTS, SHORT_KEYS, SHORT_WAVES, SORTED_WAVES
 from cuflash.planning.delta import DELTA_HEADS
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan, blocks_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import cuflash
-from cuflash.planning import backward, forward, tiles_sm80
+from cuflash.planning import backward_sm80, forward, tiles_sm80
 from cuflash.planning.device import DEVICES
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import Plan
@@ -18,7 +18,8 @@ def plan_of(op: Any, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "s
     mods = {"score_mod": lambda score, b, h, q_idx, k_idx: score + 0.5 * (k_idx - q_idx)}
     x = (2, 100, 4, head_dim)
     problem = cuflash.plan(x, x, x, op=op, dtype=dtype, device="cpu", **mods, **options).problem
-    return (backward if op == "backward" else forward)._sm80_plan(problem, DEVICES[arch], None)
+    make = backward_sm80.sm80_plan if op == "backward" else forward._sm80_plan
+    return make(problem, DEVICES[arch], None)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
