@@ -130,7 +130,7 @@ struct DvGroup : Role {
       wgmma_wait<1>(dv);
       release(smem.dout_empty, n - 1);
     }
-    // Read ahead of the wait, as additions to dq hold up reads behind it (9 %). With a softcap that would spill
+    // Read ahead of the wait, as additions to dq hold up reads behind it (L57). With a softcap that would spill
     // registers.
     constexpr bool kReadsAhead = !Score::kAlwaysChanges;
     unsigned lse[kBlockQ / 8][2];
@@ -308,7 +308,7 @@ struct DqGroup : Role {
         if (row >= of.seqlen_q()) continue;
 #pragma unroll
         for (int j = 0; j < kPanelColumns / 8; ++j) {
-          // 16 KB at once would hold up what other warps read from shared memory (9 % of a call).
+          // 16 KB at once would hold up what other warps read from shared memory: 9 % of a call (L57).
           if (j > 0 && j % 2 == 0) __nanosleep(100);
           const float* const x = dq + 4 * j;
           red_add_v4_f32(target + (panel * kPanelColumns / 8 + j) * kFragmentFloats, x[0], x[1], x[2], x[3]);

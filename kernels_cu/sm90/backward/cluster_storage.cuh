@@ -74,7 +74,7 @@ __device__ __forceinline__ unsigned fresh_block() {
   return block;
 }
 
-// Returns wgmma_descriptor. In a cluster, an address has the thread block's number above the 18 bits of its offset.
+// Returns wgmma_descriptor. In a cluster an address has the thread block's rank above the 18 bits of its offset (L24).
 __device__ __forceinline__ unsigned long long descriptor(unsigned smem_address, unsigned panel_bytes = 16) {
   return wgmma_descriptor(smem_address & 0x3ffff, panel_bytes);
 }
