@@ -75,6 +75,7 @@ class LoadedPlan:
         self._templates = [ParamTemplate(plan.problem, launch, plan.workspace) for launch in firsts]
         # (index of the template, word of a counter address, number of counters).
         self._counters = [(number, *each) for number, launch in enumerate(firsts) for each in _counter_words(launch)]
+        compiler.compile_together([launch.variant for launch in launches], ordinal)
         self._kernels = [(numbers[_struct_key(launch)], _load(launch, ordinal)) for launch in launches]
         self.workspace = (plan.workspace_bytes // 4,) if plan.workspace_bytes and plan.launches else ()  # its shape
         # Single launches alone share it: launches of two threads could interleave on the stream.

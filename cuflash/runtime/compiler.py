@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from contextlib import nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from ..arrays.library import cupy_module
@@ -153,6 +155,27 @@ def cubin(variant: Variant) -> bytes:
         with uninterrupted, compiling(name):
             content = _find(variant, name) or _compile(variant, name)
     return content
+
+
+def compile_together(variants: Collection[Variant], ordinal: int) -> None:
+    """Compiles the kernels of a call side by side, if several are in no cache. Their errors are left to `load`."""
+    missing = [v for v in dict.fromkeys(variants) if (v, ordinal) not in _kernels and not is_cached(v)]
+    if len(missing) < 2:
+        return
+    nvrtc_version()
+    threads = [Thread(target=_compile_quietly, args=(variant,)) for variant in missing[1:]]
+    with suppress(RuntimeError):  # no thread starts while Python ends
+        for thread in threads:
+            thread.start()
+    _compile_quietly(missing[0])
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+
+
+def _compile_quietly(variant: Variant) -> None:
+    with suppress(Exception):
+        cubin(variant)
 
 
 def _is_allowed_to_spill(variant: Variant) -> bool:

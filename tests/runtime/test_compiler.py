@@ -276,6 +276,35 @@ def test_different_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.Mon
     run_threads(lambda index: compiler.load((MERGE, OTHER)[index], 0), 2)
 
 
+def test_kernels_of_a_call_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, compiled = threading.Barrier(2), list[Variant]()
+
+    def compile_variant(variant: Variant) -> tuple[bytes, str]:
+        compiled.append(variant)
+        both.wait(timeout=600)  # fails the test unless both threads are inside
+        if variant == OTHER:
+            raise CompileError("no")
+        return b"cubin", ""
+
+    monkeypatch.setattr(compiler, "compile_variant", compile_variant)
+    compiler.compile_together([MERGE, OTHER, MERGE], 0)
+    assert sorted(variant.dtype for variant in compiled) == ["bfloat16", "float16"]
+    assert compiler.is_cached(MERGE)
+    assert not compiler.is_cached(OTHER)
+    compiler.compile_together([MERGE, OTHER], 0)  # one of them alone is missing, and `load` compiles it
+    assert len(compiled) == 2
+
+
+def test_kernels_are_compiled_one_by_one_while_python_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(compiler, "compile_variant", lambda variant: (b"cubin", ""))
+    compiler.compile_together([MERGE, OTHER], 0)
+    assert [compiler.is_cached(variant) for variant in (MERGE, OTHER)] == [True, False]
+
+
 def test_a_failed_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(variant: Variant, ordinal: int) -> Any:
         raise CompileError("no")

@@ -69,7 +69,9 @@ class Gpus:
         monkeypatch.setattr(call, "current_device", lambda: self.current)
         monkeypatch.setattr(call, "on_device", self.on_device)
         monkeypatch.setattr(call, "launches_early", lambda: False)
-        compiler = SimpleNamespace(load=lambda variant, ordinal: self.launch, unusable=frozenset)
+        compiler = SimpleNamespace(
+            load=lambda variant, ordinal: self.launch, unusable=frozenset, compile_together=lambda *_: None
+        )
         monkeypatch.setattr(call, "compiler", compiler)
         monkeypatch.setattr(device_memory, "counter", lambda ordinal, stream, words, use: 512 * stream)
         monkeypatch.setattr(device, "query", lambda ordinal: device.DEVICES["sm_90"])
