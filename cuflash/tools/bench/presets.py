@@ -83,6 +83,7 @@ MODELS = (
     _training("Qwen2.5 7B", 2, 4096, (28, 4), 128),
     _training("Qwen3 32B", 1, 4096, (64, 8), 128),
     _training("Phi-3 mini", 4, 4096, 32, 96, window=2046),
+    _training("Phi-3 mini 128k", 4, 4096, 32, 96),
     _training("DeepSeek-V3", 1, 4096, 128, (192, 128)),
     _training("gpt-oss 20B, local", 2, 4096, (64, 8), 64, window=127),
     _training("OLMo 2 7B", 4, 4096, 32, 128),
@@ -98,10 +99,12 @@ MODELS = (
     _prefill("GLM-4 9B", 8192, (32, 2), 128),
     _prefill("Yi 34B", 777, (56, 8), 128),
     _prefill("Llama 3.2 3B", 333, (24, 8), 128),
+    _prefill("Llama 3.1 8B, short", 128, (32, 8), 128),
     Model("Llama 3 8B, 512 new of 8k tokens", 4, (512, 8192), (32, 8), 128, causal=True, ops=FORWARD),
     # encoders of text and proteins
     Model("BERT base", 32, 512, 12, 64),
     Model("BERT large", 16, 384, 16, 64),
+    Model("BERT base, a text of 1k", 1, 1024, 12, 64),
     Model("ModernBERT base, local", 4, 8192, 12, 64, window=64),
     Model("ModernBERT base, global", 4, 8192, 12, 64),
     Model("ESM-2 650M", 8, 1022, 20, 64),
@@ -111,6 +114,9 @@ MODELS = (
     Model("ViT-L/14 at 336", 32, 577, 16, 64),
     Model("DINOv2 g/14", 16, 1370, 24, 64),
     Model("SigLIP So400m", 32, 729, 16, 72),
+    Model("Swin-T, windows of 49", 4096, 49, 3, 32),
+    Model("SwinV2-T, windows of 64", 4096, 64, 3, 32),
+    Model("SwinV2-B, windows of 256", 512, 256, 4, 32),
     Model("InternViT 6B", 8, 1025, 25, 128),
     # diffusion of images and video
     Model("Stable Diffusion 1.5", 8, 4096, 8, 40),
@@ -136,6 +142,7 @@ MODELS = (
 DECODING = (
     *((batch, keys, 32, 8, 128) for batch, keys in ((1, 4096), (1, 32768), (1, 131072), (16, 4096), (64, 4096))),
     *((batch, keys, 64, 8, 128) for batch, keys in ((1, 32768), (16, 8192), (128, 2048))),
+    (8, 8192, 16, 1, 128),
     *((batch, keys, 32, 32, 128) for batch, keys in ((1, 4096), (16, 2048))),
     *((batch, keys, 64, 8, 64) for batch, keys in ((1, 8192), (32, 8192))),
     *((batch, keys, 8, 1, 256) for batch, keys in ((1, 8192), (32, 8192))),
