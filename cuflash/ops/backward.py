@@ -229,12 +229,12 @@ def backward(
     size, head_dim rounded up to the kernel's head dim. So do dk and dv of keys that several thread blocks share. With
     accumulate, Hopper's kernels for all gradients need neither, as they add to grads_out. With deterministic, they add
     dq in the order of the keys. The kernels for any GPU compute the scores twice instead, which takes about a third
-    longer. Over head dim 128 Hopper has one kernel for each gradient in deterministic calls, and in those with lengths,
-    sm_margin, accumulate or functions. Their bits repeat in any case: at most two thread blocks share keys, and a sum
-    of two has one order. Other calls of head dims up to (192, 128) and over 192 have one kernel for all gradients.
-    Without deterministic, grouped heads with few keys take the kernels for any GPU over head dim 128 (see `plan`). With
-    sm_margin, calls take the kernels of packed rows. Their bits differ over head dim 128, and up to it where 8192
-    queries or more see a key. NumPy's results always repeat.
+    longer. Some calls on Hopper have one kernel for each gradient, whose bits repeat in any case: at most two thread
+    blocks share keys, and a sum of two has one order. Over head dim 128 these are calls with lengths, sm_margin or
+    tiles that a mask_mod hides. Over (192, 128) they are deterministic calls, too, those with accumulate or functions,
+    and all up to (192, 192). There, without deterministic, grouped heads with few keys take the kernels for any GPU
+    (see `plan`). With sm_margin, calls take the kernels of packed rows. Their bits may differ over head dim 128, and up
+    to it where 8192 queries or more see a key. NumPy's results always repeat.
 
     Precision. Weights are off by up to 4e-7 |score| of themselves (0.04 at 10^5), as lse is float32. On a GPU,
     |p (dout vᵀ - delta)| is rounded to the inputs' dtype, so in float16 it must stay below 65504. Scale a large loss

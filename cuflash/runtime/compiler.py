@@ -230,11 +230,11 @@ def _load(variant: Variant, ordinal: int) -> Any:
         # Set for every kernel: the default of 48 KiB includes the kernel's static shared memory.
         most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(kernel.ptr, most, variant.smem_bytes)
+        _modules.append(module)
         if variant.num_in_cluster > 1 and not has_room_for_cluster(
             kernel.ptr, variant.num_in_cluster, variant.num_threads, variant.smem_bytes
         ):
             raise UnusableError(variant, f"finds no {variant.num_in_cluster} SMs of a cluster on this GPU")
-        _modules.append(module)
         return kernel
 
 

@@ -43,6 +43,7 @@ class _Attribute(ctypes.Structure):
 # CUlaunchConfig: the grid, the block, bytes of shared memory, the stream, the attributes and their number.
 _CONFIG = struct.Struct("=7I4xQQI4x")
 _EARLY = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, with three numbers for its value
 EARLY_DRIVER = 12040  # the first driver whose graphs take such launches from every capture
 
@@ -85,6 +86,7 @@ def has_room_for_cluster(kernel: int, size: int, num_threads: int, smem_bytes: i
     attribute, clusters = _Attribute(_CLUSTER_DIMENSION, 0, (size, 1, 1)), ctypes.c_int(0)
     config = _CONFIG.pack(size, 1, 1, num_threads, 1, 1, smem_bytes, 0, ctypes.addressof(attribute), 1)
     count = function("cuOccupancyMaxActiveClusters", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-    if result := count(ctypes.addressof(clusters), kernel, config):
+    result = count(ctypes.addressof(clusters), kernel, config)
+    if result not in (0, _INVALID_CLUSTER_SIZE):
         raise failure(result, "clusters were not counted")
-    return clusters.value > 0
+    return result == 0 and clusters.value > 0

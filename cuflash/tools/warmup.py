@@ -1,8 +1,8 @@
 """Compiles kernels into the cache on disk, so that first calls do not wait for the compiler.
 
-One kernel serves all masks, scales, lengths, numbers of heads and strides, so no option names them. The options name
-features that need separate kernels. Arrays are assumed to be dense. Kernels for variable-length sequences and kernels
-with mods are compiled in the first such call. With --device this needs NVRTC, but no GPU.
+One or two kernels serve all masks, scales, lengths, numbers of heads and strides, so no option names them. The options
+name features that need separate kernels. Arrays are assumed to be dense. Kernels for variable-length sequences and
+kernels with mods are compiled in the first such call. With --device this needs NVRTC, but no GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from . import arguments
 OPS = ("forward", "lse", "backward", "merge", "append_kv")
 # Sizes on which the choice of a kernel depends; their combinations cover the dense calls of programs.
 BATCHES, SEQLENS, HEADS = (1, 16, 128), (1, 128, 1024, 4096, 16384, 65536), ((2, 2), (16, 1), (32, 8))
-COMPILED, THERE, FAILED = "compiled", "there", "failed"
+COMPILED, THERE, FAILED, UNUSABLE = "compiled", "there", "failed", "unusable"
 SIGNAL_SECONDS = 1.0  # longest wait before a check for Ctrl-C
 HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
 
@@ -75,12 +75,17 @@ def main(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     counts, errors = _compile_all(missing, options.jobs)
     counts[THERE] = len(variants) - len(missing)
+    if counts[UNUSABLE]:  # plans take others, as they do in calls
+        others = [variant for variant in _variants(options, chosen)[0] if variant not in variants]
+        more, more_errors = _compile_all([variant for variant in others if not _is_there(variant)], options.jobs)
+        counts, errors, variants = counts + more, errors | more_errors, variants | dict.fromkeys(others)
     seconds = time.perf_counter() - started
     for error in errors:
         print(error, file=sys.stderr)
     archs = ", ".join(dict.fromkeys(device.arch for device in chosen))
     summary = f"{len(variants)} kernel{'' if len(variants) == 1 else 's'} for {archs}"
     outcomes = {COMPILED: f"compiled in {seconds:.1f} s", THERE: "were there", FAILED: "failed"}
+    outcomes[UNUSABLE] = "replaced, as they must not run"
     if variants:
         summary += ": " + ", ".join(f"{counts[kind]} {words}" for kind, words in outcomes.items() if counts[kind])
         summary += f"; {folder}"
@@ -143,7 +148,10 @@ def _variants_of(
         lse, lengths = ArraySpec.contiguous((2, 2, 128), "float32"), ArraySpec.contiguous((2,), INTEGERS)
         of_merge, of_append = (merge_op(1), [v, lse]), (APPEND_KV, [q, v, q, v, lengths])
         problems = [Problem.from_specs(*(of_merge if op == "merge" else of_append), Options())]
-    return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
+    avoided = compiler.unusable()
+    return dict.fromkeys(
+        launch.variant for problem in problems for launch in plan(problem, device, (), avoided).launches
+    )
 
 
 def _dense(op: str, dtype: str, head_dims: tuple[int, int], more: dict[str, Any]) -> Iterator[Problem]:
@@ -206,6 +214,8 @@ def _compile(variant: Variant) -> tuple[str, str]:
     try:
         compiler.cubin(variant)
         is_cached = compiler.is_cached(variant)
+    except compiler.UnusableError as error:
+        return UNUSABLE, str(error)
     except (CompileError, UnsupportedError) as error:
         return FAILED, str(error)
     if not is_cached:

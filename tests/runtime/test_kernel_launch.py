@@ -76,8 +76,10 @@ def test_a_plain_launch_gets_its_grid_parameters_and_stream() -> None:
     assert launches == [((7, 1, 1), (256, 1, 1), (buffer.address,), 200_000, stream) for stream in (2**42, 0, 2**42)]
 
 
-@pytest.mark.parametrize("clusters", [0, 1, 66])
-def test_a_cluster_has_room_where_the_driver_counts_one(clusters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("result", "clusters"), [(0, 0), (0, 1), (0, 66), (912, 7)])  # 912: invalid cluster size
+def test_a_cluster_has_room_where_the_driver_counts_one(
+    result: int, clusters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     described: list[tuple[Any, ...]] = []
 
     def count(answer: int, kernel: int, config: bytes) -> int:
@@ -85,9 +87,9 @@ def test_a_cluster_has_room_where_the_driver_counts_one(clusters: int, monkeypat
         attribute = (ctypes.c_int * 5).from_address(read.attributes)
         described.append((kernel, *(getattr(read, name) for name, _ in Config._fields_[:7]), *attribute))
         ctypes.c_int.from_address(answer).value = clusters
-        return 0
+        return result
 
     with monkeypatch.context() as patch:
         patch.setattr(kernel_launch, "function", lambda name, *_: {"cuOccupancyMaxActiveClusters": count}[name])
-        assert kernel_launch.has_room_for_cluster(2**40, 2, 512, 200_000) == (clusters > 0)
+        assert kernel_launch.has_room_for_cluster(2**40, 2, 512, 200_000) == (result == 0 and clusters > 0)
     assert described == [(2**40, 2, 1, 1, 512, 1, 1, 200_000, 4, 0, 2, 1, 1)]  # 4: cluster dimension

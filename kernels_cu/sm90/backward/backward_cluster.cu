@@ -36,8 +36,12 @@ struct Loader : Role {
   // Issues the loads of k and v, which count at the barriers of the first tiles.
   __device__ __forceinline__ void load_keys() const {
     const auto of = sequence();
-    const auto keys = of.visible_keys_from(first_key());
-    const auto peer_keys = of.visible_keys_from(block * kBlockK + (rank ^ 1) * kGroupRows);
+    const auto rows_from = [&](int key) {
+      MapRows rows = of.visible_keys_from(key);
+      if (rows.row <= -kGroupRows) rows.row = 1 << 30;  // past the map, as in load_panels
+      return rows;
+    };
+    const MapRows keys = rows_from(first_key()), peer_keys = rows_from(block * kBlockK + (rank ^ 1) * kGroupRows);
     mbarrier_expect_tx(smem.q_full, kBytesQk + kBytesPeerK), mbarrier_expect_tx(smem.dout_full, kBytesV);
     load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytes, smem.q_full, keys, kv_head);
     load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytes, smem.dout_full, keys, kv_head);
@@ -180,7 +184,8 @@ struct DvGroup : Role {
       issue_dv(dv, weights, n - 1);
       wgmma_wait<0>(dv);
     }
-    // The place of the tile before the last one, whose dp was waited for before the last p was read.
+    // The place of the tile before the last one: dp of warpgroup 2 has read it, as the last p was read behind that.
+    bar_sync(kDvComputed, 128);
     store<kHeadDimV>(params.dv_map, dv, 1.0f, dout(n));
   }
 };
@@ -278,7 +283,6 @@ struct DqGroup : Role {
 
   __device__ __forceinline__ void run() {
     const unsigned peer_empty = cluster_address(smem.ds_empty, rank ^ 1), warp = thread() / 32 % 4;
-    if (count() > 0) wait(smem.q_full, 0);  // k has arrived
     unsigned n = 0;
     for_each_step(n, [&](int head, int m, bool) {
       const auto of = sequence();
@@ -286,7 +290,7 @@ struct DqGroup : Role {
       float* const strip =
           fragment_strip(params.dq_acc, of.query_head(head), of.seqlen_q(), of.query_strip(row), kHeadDim);
       float* const target = strip + rank * kDqColumns / 8 * kFragmentFloats + thread() % 32 * 4;
-      mbarrier_wait(smem.ds_full, n & 1);
+      mbarrier_wait(smem.ds_full, n & 1);  // k has arrived before, as s of its first step needed it
 #pragma unroll
       for (int panel = 0; panel < kDqPanels; ++panel) {
         float dq[kPanelColumns / 2];

@@ -58,10 +58,11 @@ struct Addresses {
 
 // Named barriers. The first two have one for each pair of warps of the warpgroups of dv and dk, from that number on.
 enum NamedBarrier {
-  kPFull = 1,      // a piece of p is in shared memory
-  kPEmpty = 5,     // it has been read
-  kDsWritten = 9,  // ds of this thread block is written
-  kVRead = 10,     // the panels of v that p overwrites have been read
+  kPFull = 1,        // a piece of p is in shared memory
+  kPEmpty = 5,       // it has been read
+  kDsWritten = 9,    // ds of this thread block is written
+  kVRead = 10,       // the panels of v that p overwrites have been read
+  kDvComputed = 11,  // all warps of the warpgroup of dv have read every tile
 };
 
 // Returns threadIdx.x as fresh_thread does. Unsigned, as its divisions are then one shift.
