@@ -198,9 +198,11 @@ KERNEL_LAYERS = {
     "sm90/pipeline": 3,
     "sm90/forward": 4,
     "sm90/backward": 4,
+    "sm90/backward_cluster": 4,
+    "sm90/backward_dq_dkv": 4,
     "sm90/decode": 5,
 }
-KERNEL_FOLDERS = {"sm80", "portable", "sm90/forward", "sm90/backward", "sm90/decode"}
+KERNEL_FOLDERS = {"sm80", "portable", *(folder for folder, layer in KERNEL_LAYERS.items() if layer > 3)}
 
 
 def included(path: Path) -> list[Path]:

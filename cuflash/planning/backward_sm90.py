@@ -122,7 +122,7 @@ def cluster_plan(problem: Problem, device: Device) -> Plan | None:
         "stats_rows": stats_rows,
     }
     key_blocks, tma_boxes = count_key_blocks(problem, tile.block_k), _tma_boxes(problem, *tile.tma_rows)
-    main = make_variant(problem, device, "backward", "sm90/backward/backward_cluster.cu", tile)
+    main = make_variant(problem, device, "backward", "sm90/backward_cluster/backward_cluster.cu", tile)
     convert = make_variant(problem, device, "convert", "portable/convert.cu")
     padded = {"splits": 1, "padded_dim": tile.head_dim, "padded_dim_v": tile.head_dim_v}
     launches = [
@@ -281,7 +281,7 @@ def _warpgroup_variant(
     kernel = "backward" if isinstance(tile, WarpgroupBackwardTile) else "backward_dq_dkv"
     keys_as_rows = op != "backward_dq"
     mod_code = make_mod_code(problem, keys_as_rows, is_sparse=is_sparse) if changes_weights(problem) else None
-    source = f"sm90/backward/{kernel}.cu"
+    source = f"sm90/{kernel}/{kernel}.cu"
     return make_variant(problem, device, op, source, tile, mod_code, accumulates=problem.op.accumulates)
 
 

@@ -27,8 +27,8 @@ PARAMS = {
     "sm90/decode/decode.cu": "DecodeParams",
     "sm90/decode/narrow.cu": "DecodeParams",
     "sm90/backward/backward.cu": "TiledBackwardParams",
-    "sm90/backward/backward_cluster.cu": "TiledBackwardParams",
-    "sm90/backward/backward_dq_dkv.cu": "TiledDqDkvParams",
+    "sm90/backward_cluster/backward_cluster.cu": "TiledBackwardParams",
+    "sm90/backward_dq_dkv/backward_dq_dkv.cu": "TiledDqDkvParams",
     "sm80/backward_mods.cu": "ModGradientParams",
     "portable/delta.cu": "DeltaParams",
     "portable/convert.cu": "ConvertParams",
@@ -51,7 +51,7 @@ WAITING = {
     "sm90/decode/decode.cu",
     "sm90/decode/narrow.cu",
     "sm90/backward/backward.cu",
-    "sm90/backward/backward_cluster.cu",
+    "sm90/backward_cluster/backward_cluster.cu",
     "portable/tile_counts.cu",
 }
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupDqDkvTile | ClusterBackwardTile

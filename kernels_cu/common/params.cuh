@@ -276,7 +276,7 @@ struct TiledBackwardSumsParams : TiledBackwardParams {
   long long unused_of_sums[6];
 };
 
-// sm90/backward/backward_dq_dkv.cu, for each of its three gradients.
+// sm90/backward_dq_dkv/backward_dq_dkv.cu, for each of its three gradients.
 struct TiledDqDkvParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
   const float* stats;  // as in TiledBackwardParams

@@ -1,6 +1,6 @@
 // Block lists of variable-length sequences, which delta.cu writes. For sm90/backward/backward.cu: the key blocks that
-// some query sees. For sm90/backward/backward_dq_dkv.cu: the block in each slot of queries and keys. Gradients of keys
-// without queries are set to zero.
+// some query sees. For sm90/backward_dq_dkv/backward_dq_dkv.cu: the block in each slot of queries and keys. Gradients
+// of keys without queries are set to zero.
 #pragma once
 #include "../common/visible_rows.cuh"
 #include "../common/vector.cuh"

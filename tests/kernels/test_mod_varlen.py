@@ -90,7 +90,7 @@ def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
     for plan, op, source in zip(ran, ("forward", "lse", "forward"), (of_any, "forward/lse", of_three), strict=True):
         assert [each.variant.source for each in plan.launches if each.variant.op == op] == [f"sm90/{source}.cu"]
     if case.has_gradients:
-        source = "sm90/backward/backward.cu" if max(case.dims) <= 128 else "sm90/backward/backward_dq_dkv.cu"
+        source = "sm90/backward/backward.cu" if max(case.dims) <= 128 else "sm90/backward_dq_dkv/backward_dq_dkv.cu"
         out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
         with launched() as ran:
             # Deterministic, as few keys of grouped wide heads otherwise run in sm80 kernels.

@@ -28,7 +28,7 @@ def test_the_sanitizer_reaches_every_tile_and_every_varlen_kernel(monkeypatch: p
     assert {x for x in plain if x.is_varlen} == of_lengths
     mod_sources = {x.source for x in launched if x.is_varlen and (x.mod_code is not None or x.lists_seqlens)}
     assert mod_sources >= {f"sm90/forward/{name}.cu" for name in ("forward", "lse")}
-    assert mod_sources >= {f"sm90/backward/{name}.cu" for name in ("backward", "backward_dq_dkv")}
+    assert mod_sources >= {f"sm90/{name}/{name}.cu" for name in ("backward", "backward_dq_dkv")}
     assert mod_sources >= {f"sm80/{name}.cu" for name in ("forward", "lse", "backward", "backward_dq")}
     assert "portable/delta.cu" in mod_sources
     assert sanitize.unreached([x for x in launched if not x.is_varlen])

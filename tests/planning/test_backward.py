@@ -131,7 +131,7 @@ def test_clusters_compute_wide_heads_where_they_may() -> None:
     for head_dim, head_dim_v in ((256, 256), (200, 64), (64, 256), (200, 192)):
         plan = backward(head_dim, head_dim_v, arch="sm_90", softcap=5.0, **dims)
         delta, main, convert = plan.launches
-        assert main.variant.source == "sm90/backward/backward_cluster.cu"
+        assert main.variant.source == "sm90/backward_cluster/backward_cluster.cu"
         assert main.num_blocks == 2 * 2 * 4 * 4  # of each key block, sequence and head
         assert plan.workspace["dq_acc"].size == 4 * 2 * 4 * 304 * 256
         assert (delta.fields["padded_dim"], convert.fields["padded_dim"]) == (256, 256)

@@ -230,7 +230,7 @@ def test_dq_dkv_query_heads_are_shared_below_two_waves() -> None:
 def test_dq_dkv_takes_fewer_key_blocks_if_two_blocks_share_each() -> None:
     def goes_by_rows(key_blocks: int, **more: Any) -> bool:
         launches = backward(192, 192, dims=(1, key_blocks * KEY_ROWS, key_blocks * KEY_ROWS, 8, 1), **more).launches
-        return launches[-1].variant.source == "sm90/backward/backward_dq_dkv.cu"
+        return launches[-1].variant.source == "sm90/backward_dq_dkv/backward_dq_dkv.cu"
 
     # At least half as many thread blocks as SMs, with two blocks for each key block, or one.
     assert (goes_by_rows(SMS // 4, causal=True), goes_by_rows(SMS // 4 - 1, causal=True)) == (True, False)

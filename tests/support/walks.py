@@ -315,6 +315,6 @@ ONE_BLOCK: dict[str, Callable[[Walk, int], Iterator[Piece | Rows | Touch]]] = {
     "sm80/backward.cu": Walk.key_block,
     "sm80/backward_dq.cu": Walk.query_block,
     "sm90/backward/backward.cu": Walk.steps_of_keys,
-    "sm90/backward/backward_cluster.cu": Walk.half_of_keys,
-    "sm90/backward/backward_dq_dkv.cu": Walk.rows_of_gradient,
+    "sm90/backward_cluster/backward_cluster.cu": Walk.half_of_keys,
+    "sm90/backward_dq_dkv/backward_dq_dkv.cu": Walk.rows_of_gradient,
 }

@@ -4,7 +4,7 @@
 // finishes; they take turns only if deterministic.
 #pragma once
 #include "storage.cuh"
-#include "semaphore.cuh"
+#include "../pipeline/semaphore.cuh"
 
 // The treatment of a key block's tile of dq.
 enum DqMode : unsigned {

@@ -1,7 +1,7 @@
 // Shared memory of backward on Hopper, its barriers, and the common state of all roles.
 #pragma once
 #include "scheduler.cuh"
-#include "gradient_fragment.cuh"
+#include "../pipeline/gradient_fragment.cuh"
 
 constexpr unsigned kPanelBytesQ = kBlockQ * 128;  // of q, dout and ds
 constexpr unsigned kPanelBytesK = kBlockK * 128;  // of k and v

@@ -1,7 +1,7 @@
 // The tile scheduler of backward on Hopper under a mask_mod.
 #pragma once
 #include "../../common/fragment.cuh"
-#include "key_block.cuh"
+#include "../pipeline/key_block.cuh"
 #include "../pipeline/step_ring.cuh"
 
 // Key blocks under a mask_mod, whose steps portable/tile_counts.cu has listed. As many thread blocks as there are SMs

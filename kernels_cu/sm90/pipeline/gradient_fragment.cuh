@@ -5,8 +5,8 @@
 #include "../../common/sequence.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/warpgroup.cuh"
-#include "../pipeline/panels.cuh"
-#include "../pipeline/products.cuh"
+#include "panels.cuh"
+#include "products.cuh"
 
 // Zeros the rows outside `visible`, which are in no visible pair. `row` is the thread's upper row.
 template <int kCount>

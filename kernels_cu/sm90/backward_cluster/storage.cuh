@@ -1,8 +1,8 @@
 // Shared memory of backward in clusters, its barriers, the key block of a cluster, and the common state of all roles.
 #pragma once
 #include "../../ptx/cluster.cuh"
-#include "gradient_fragment.cuh"
-#include "scheduler.cuh"
+#include "../pipeline/all_steps.cuh"
+#include "../pipeline/gradient_fragment.cuh"
 
 constexpr unsigned kPanelBytes = kGroupRows * 128;  // of every operand, as all tiles have 64 rows
 constexpr unsigned kBytesQk = kPanelsQk * kPanelBytes, kBytesV = kPanelsV * kPanelBytes;

@@ -1,7 +1,7 @@
 // Shared memory of backward_dq_dkv, and its barriers. backward_dq_dkv.cu defines a, b, c and d.
 #pragma once
-#include "gradient_fragment.cuh"
-#include "dq_dkv_scheduler.cuh"
+#include "../pipeline/gradient_fragment.cuh"
+#include "scheduler.cuh"
 
 static_assert(kOutDim <= kHeadDim, "the gradient leaves through the place of a");
 

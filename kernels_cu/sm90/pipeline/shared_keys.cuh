@@ -1,6 +1,8 @@
 // dk and dv of a key block that several thread blocks share (L35), each with some of the steps. Their sums are added up
 // by a semaphore (semaphore.cuh), in fragment order. The last thread block has the whole sums.
 #pragma once
+#include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/warpgroup.cuh"
 #include "../config.cuh"
 #include "semaphore.cuh"
 

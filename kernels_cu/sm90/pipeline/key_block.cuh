@@ -3,7 +3,7 @@
 #include "../../common/query_tiles.cuh"
 #include "../../common/tile_scheduler.cuh"
 #include "../config.cuh"
-#include "../pipeline/visible_sequence.cuh"
+#include "visible_sequence.cuh"
 
 using Params = WithMods<Select<kAccumulates, TiledBackwardSumsParams, TiledBackwardParams>>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");

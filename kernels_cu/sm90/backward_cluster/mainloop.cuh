@@ -1,104 +1,12 @@
-// Backward on Hopper in clusters of two thread blocks, for head dims over 192: dk and dv of 128 keys over the queries
-// that see them, and these keys' contribution to dq. (FlashAttention-2, arXiv 2307.08691, algorithm 2.)
-//
-//   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are the 64 keys of a thread block
-//   p = exp2(s c - lse)       ds = p slope (dp - delta), with the slope of common/score.cuh
-//   dv += p dout, dk += ds q  wgmma, p from registers, ds from shared memory
-//   dq += dsᵀ k               wgmma over the keys of both thread blocks, which exchange ds. Each has half of the
-//   columns,
-//                             so half as much is added to dq in memory. portable/convert.cu rounds the sum.
-//
-// Roles    warpgroup 0  Warp 0 loads tiles, and warp 1 lse and delta.
-//          warpgroup 1  s, p and dv. It passes p slope to warpgroup 2 as floats.
-//          warpgroup 2  dp, ds and dk. It copies ds to the other thread block.
-//          warpgroup 3  dq, added to the accumulator from registers
-//                       Each step is a tile of queries. Warpgroups 1 and 2 issue dv and dk of the step before ahead of
-//                       s and dp, so that tiles are released early, and overlap each other's pointwise work.
-// Barriers q_full, dout_full     the tile has arrived with lse, or delta; the first one with k, or v
-//          q_empty, dout_empty   all warps of warpgroups 1 and 2 have released it
-//          ds_full               ds of both thread blocks is in this one's shared memory
-//          ds_empty              the warpgroups of dq of both thread blocks have read this one's ds
-//          named barriers        cluster_storage.cuh
+// The consumers of backward in clusters: a warpgroup each for dv, dk and dq.
+#pragma once
 #include "../../common/accumulators.cuh"
 #include "../../common/mods.cuh"
-#include "../../ptx/cp_async.cuh"
-#include "../../ptx/grid.cuh"
 #include "../../ptx/red.cuh"
-#include "cluster_storage.cuh"
+#include "storage.cuh"
 
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
-
-// The warp that loads tiles. Its lanes run together, and the first lane acts (L13).
-struct Loader : Role {
-  using Role::Role;
-
-  // Issues the loads of k and v, which count at the barriers of the first tiles.
-  __device__ __forceinline__ void load_keys() const {
-    const auto of = sequence();
-    const auto rows_from = [&](int key) {
-      MapRows rows = of.visible_keys_from(key);
-      if (rows.row <= -kGroupRows) rows.row = 1 << 30;  // past the map, as in load_panels
-      return rows;
-    };
-    const MapRows keys = rows_from(first_key()), peer_keys = rows_from(block * kBlockK + (rank ^ 1) * kGroupRows);
-    mbarrier_expect_tx(smem.q_full, kBytesQk + kBytesPeerK), mbarrier_expect_tx(smem.dout_full, kBytesV);
-    load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytes, smem.q_full, keys, kv_head);
-    load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytes, smem.dout_full, keys, kv_head);
-#pragma unroll
-    for (int panel = 0; panel < kDqPanels; ++panel) {
-      load_box(smem.peer_k + panel * kPanelBytes, params.k_map, smem.q_full, rank * kDqColumns + panel * kPanelColumns,
-               peer_keys, kv_head);
-    }
-  }
-
-  __device__ __forceinline__ void run() {
-    if (is_leader && count() > 0) load_keys();
-    __syncwarp();
-    unsigned n = 0;
-    for_each_step(n, [&](int head, int m, bool) {
-      const unsigned q_full = smem.q_full + 8 * (n % kStages), dout_full = smem.dout_full + 8 * (n % kStages);
-      const auto rows = sequence().visible_queries_from(m * kBlockQ);
-      wait_empty(smem.q_empty, n);
-      if (is_leader) {
-        mbarrier_arrive_expect_tx(q_full, kBytesQk);
-        load_panels<kPanelsQk>(params.q_map, q(n), kPanelBytes, q_full, rows, head);
-      }
-      __syncwarp();
-      wait_empty(smem.dout_empty, n);
-      if (is_leader) {
-        mbarrier_arrive_expect_tx(dout_full, kBytesV);
-        load_panels<kPanelsV>(params.dout_map, dout(n), kPanelBytes, dout_full, rows, head);
-      }
-      __syncwarp();
-    });
-  }
-};
-
-// A warp that loads lse and delta. By cp.async, as racecheck would need a fence in each lane that reads what TMA will
-// overwrite (L41); and not in the other loading warp, whose registers do not suffice.
-struct StatsLoader : Role {
-  using Role::Role;
-
-  // Every lane arrives at the barrier.
-  __device__ __forceinline__ void load(unsigned target, const float* stats, unsigned barrier) const {
-    const unsigned lane = threadIdx.x % 32;
-    if (lane < kBlockQ / 4) cp_async_16(target + lane * 16, stats + lane * 4);
-    cp_async_mbarrier_arrive(barrier);
-  }
-
-  __device__ __forceinline__ void run() {
-    unsigned n = 0;
-    for_each_step(n, [&](int head, int m, bool) {
-      const unsigned slot = n % kStages, target = smem.stats + slot * 2 * kBytesStats;
-      const float* const lse = params.stats + 2 * (sequence().query_head(head) * params.stats_rows) + m * kBlockQ;
-      wait_empty(smem.q_empty, n);
-      load(target, lse, smem.q_full + 8 * slot);
-      wait_empty(smem.dout_empty, n);
-      load(target + kBytesStats, lse + params.stats_rows, smem.dout_full + 8 * slot);
-    });
-  }
-};
 
 struct DvGroup : Role {
   using Role::Role;
@@ -321,29 +229,3 @@ struct DqGroup : Role {
     });
   }
 };
-
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ Params params) {
-  extern __shared__ __align__(1024) char smem_bytes[];
-  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
-  const Addresses smem{storage};
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) smem.init();
-  cluster_sync();  // the other thread block's barriers exist
-  wait_kernels_ahead();
-  if (group == 0) {
-    setmaxnreg_dec<kLoaderRegisters>();
-    if (threadIdx.x < 32) Loader(params, smem).run();
-    else if (threadIdx.x < 64) StatsLoader(params, smem).run();
-  } else if (group == 1) {
-    setmaxnreg_inc<kDvRegisters>();
-    DvGroup(params, smem).run();
-  } else if (group == 2) {
-    setmaxnreg_inc<kDkRegisters>();
-    DkGroup(params, smem).run();
-  } else {
-    setmaxnreg_dec<kDqRegisters>();
-    DqGroup(params, smem).run();
-  }
-  cluster_sync();  // the other thread block accesses nothing here any more
-}
