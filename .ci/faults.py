@@ -140,7 +140,7 @@ FAULTS = (
     Fault("delta has the gradient of lse with another sign", "kernels_cu/portable/delta.cu",
           "nothing ? 0.0f : delta - dlse;", "nothing ? 0.0f : delta + dlse;",
           "ops/test_backward_gpu.py", "agrees_with_float64 and len128"),
-    Fault("dk is not scaled", "kernels_cu/sm90/backward/mainloop.cuh",
+    Fault("dk is not scaled", "kernels_cu/sm90/backward/epilogue.cuh",
           "params.dk_map, dk, params.problem.score.softmax_scale,", "params.dk_map, dk, 1.0f,",
           "ops/test_backward_gpu.py", "agrees_with_float64 and len128"),
     Fault("a state that saw nothing is blended", "kernels_cu/portable/merge.cu", "if (lse_i == -infinity()) continue;",

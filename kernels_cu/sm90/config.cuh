@@ -69,13 +69,12 @@ static_assert(kWarpsSplitKeys || kBlockQ == kGroupRows * kNumConsumers, "the con
 #ifdef CUFLASH_DS_STAGES
 constexpr int kDsStages = CUFLASH_DS_STAGES;  // tiles of ds in shared memory
 constexpr int kKSteps = CUFLASH_K_STEPS;      // 16-column steps of k qᵀ with k in registers
-constexpr int kVSteps = CUFLASH_V_STEPS;      // 16-column steps of v doutᵀ with v in registers
 static_assert(kNumConsumers == 2 && kBlockK == 2 * kGroupRows, "two consumers share the keys of a block");
 #endif
 
-// Backward in clusters.
-#if defined(CUFLASH_V_STEPS) && !defined(CUFLASH_DS_STAGES)
-constexpr int kVSteps = CUFLASH_V_STEPS;
+// The same, or backward in clusters.
+#ifdef CUFLASH_V_STEPS
+constexpr int kVSteps = CUFLASH_V_STEPS;  // 16-column steps of v doutᵀ with v in registers
 #endif
 
 // Backward for one gradient.

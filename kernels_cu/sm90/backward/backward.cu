@@ -2,10 +2,9 @@
 // (FlashAttention-2, arXiv 2307.08691, algorithm 2.)
 //
 //   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
-//   p = exp2(s c - lse)       ds = p (dp - delta) slope, with the slope of common/score.cuh; with mods:
-//   pipeline/mod_step.cuh dv += p dout, dk += ds q  wgmma, p and ds from registers (with kDqByQueries ds of dk from
-//   shared memory) dq += dsᵀ k               wgmma, ds through shared memory; summed over key blocks by
-//   dq_accumulate.cuh
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, with the slope of common/score.cuh; with mods: mod_step.cuh
+//   dv += p dout, dk += ds q  wgmma, p and ds from registers (with kDqByQueries ds of dk from shared memory)
+//   dq += dsᵀ k               wgmma, ds through shared memory; summed over key blocks by dq_accumulate.cuh
 //
 // Roles    warpgroup 0  Warp 0 loads. Warp 1 waits for semaphores of dq tiles; warps 2 and 3 move these tiles out.
 //          consumers    Each computes 64 keys of the block with all queries. A step is a tile of queries:

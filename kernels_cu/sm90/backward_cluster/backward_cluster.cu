@@ -4,9 +4,8 @@
 //   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are the 64 keys of a thread block
 //   p = exp2(s c - lse)       ds = p slope (dp - delta), with the slope of common/score.cuh
 //   dv += p dout, dk += ds q  wgmma, p from registers, ds from shared memory
-//   dq += dsᵀ k               wgmma over the keys of both thread blocks, which exchange ds. Each has half of the
-//   columns,
-//                             so half as much is added to dq in memory. portable/convert.cu rounds the sum.
+//   dq += dsᵀ k               wgmma over the keys of both thread blocks, which exchange ds. Each has half of
+//                             the columns: half as much is added in memory. portable/convert.cu rounds the sum.
 //
 // Roles    warpgroup 0  Warp 0 loads tiles, and warp 1 lse and delta.
 //          warpgroup 1  s, p and dv. It passes p slope to warpgroup 2 as floats.

@@ -10,12 +10,8 @@ struct Loader : Role {
   // Issues the loads of k and v, which count at the barriers of the first tiles.
   __device__ __forceinline__ void load_keys() const {
     const auto of = sequence();
-    const auto rows_from = [&](int key) {
-      MapRows rows = of.visible_keys_from(key);
-      if (rows.row <= -kGroupRows) rows.row = 1 << 30;  // past the map, as in load_panels
-      return rows;
-    };
-    const MapRows keys = rows_from(first_key()), peer_keys = rows_from(block * kBlockK + (rank ^ 1) * kGroupRows);
+    const auto keys = not_before<kGroupRows>(of.visible_keys_from(first_key()));
+    const auto peer_keys = not_before<kGroupRows>(of.visible_keys_from(block * kBlockK + (rank ^ 1) * kGroupRows));
     mbarrier_expect_tx(smem.q_full, kBytesQk + kBytesPeerK), mbarrier_expect_tx(smem.dout_full, kBytesV);
     load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytes, smem.q_full, keys, kv_head);
     load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytes, smem.dout_full, keys, kv_head);

@@ -8,6 +8,35 @@
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
 
+// Returns wgmma_descriptor. In a cluster an address has the thread block's rank above the 18 bits of its offset (L24).
+__device__ __forceinline__ unsigned long long descriptor(unsigned smem_address, unsigned panel_bytes = 16) {
+  return wgmma_descriptor(smem_address & 0x3ffff, panel_bytes);
+}
+
+// Returns an opaque descriptor, so that the compiler does not hold its steps in registers (L5).
+__device__ __forceinline__ unsigned long long fresh_descriptor(unsigned smem_address) {
+  unsigned long long x = descriptor(smem_address);
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
+// Issues x += a b by multiply(part of x, step, b), in products of 128 columns. A wider one needs 158 registers, more
+// than a thread has at launch (C7602).
+template <int kColumns, class Multiply>
+__device__ __forceinline__ void issue_by_128(float (&x)[kColumns / 2], unsigned b_smem, Multiply multiply) {
+  const unsigned long long b = descriptor(b_smem, kPanelBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < kBlockQ / 16; ++kk) {
+#pragma unroll
+    for (int part = 0; part < kColumns / 128; ++part) {
+      float (&y)[64] = reinterpret_cast<float (&)[64]>(x[part * 64]);
+      multiply(y, kk, b + wgmma_rows(kk) + part * (2 * kPanelBytes / 16));
+    }
+  }
+  wgmma_commit();
+}
+
 struct DvGroup : Role {
   using Role::Role;
 

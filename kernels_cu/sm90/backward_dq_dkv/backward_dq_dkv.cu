@@ -8,8 +8,7 @@
 //   dk         keys     queries  a = k, b = q   c = v, d = dout      ds b
 //   dv         keys     queries  a = k, b = q                        p d
 //
-//   p = exp2(s c - lse)       ds = p (dp - delta) slope, with the slope of common/score.cuh; with mods:
-//   pipeline/mod_step.cuh
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, with the slope of common/score.cuh; with mods: mod_step.cuh
 //
 // Roles    warpgroup 0  Warp 0 loads; if varlen, warp 1 schedules blocks of rows.
 //          consumers    Each computes 64 rows with all columns. A step is a tile of columns:

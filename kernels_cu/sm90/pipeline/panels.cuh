@@ -52,19 +52,26 @@ __device__ __forceinline__ void add_box(const TensorMap& map, unsigned source, i
   tma_add_5d(&map, source, column, rows.first(), head, rows.end, rows.batch);
 }
 
+// Returns the rows of a box of kBoxRows rows. A box that lies before the map's first row moves past its last one: only
+// the latter is documented.
+template <int kBoxRows, class Rows>
+__device__ __forceinline__ Rows not_before(Rows rows) {
+  constexpr int kPastTheEnd = 1 << 30;
+  if (rows.row <= -kBoxRows) rows.row = kPastTheEnd;
+  return rows;
+}
+
 // Issues the loads of a tile's panels, from these rows on. One thread calls. A panel comes by kBoxes copies of kBoxRows
 // rows, so that tiles of different heights share a tensor map.
 template <int kPanels, int kBoxes = 1, int kBoxRows = 0, class Rows>
 __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned target, unsigned panel_bytes,
                                             unsigned barrier, const Rows& rows, int head) {
-  constexpr int kPastTheEnd = 1 << 30;
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      // Boxes entirely before the first row are moved past the last one: only the latter are documented.
       Rows from = rows.from(box * kBoxRows);
-      if (!kVarlen && kBoxes > 1 && from.row <= -kBoxRows) from.row = kPastTheEnd;
+      if (!kVarlen && kBoxes > 1) from = not_before<kBoxRows>(from);
       load_box(target + panel * panel_bytes + box * kBoxRows * 128, map, barrier, panel * kPanelColumns, from, head);
     }
   }
