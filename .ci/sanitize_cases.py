@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.arrays.numpy import NUMPY
-from cuflash.planning import device, tiles_sm80, tiles_sm90
+from cuflash.planning import device, tile_shapes_sm90, tiles_sm80, tiles_sm90
 from cuflash.planning.device import DEVICES, Device
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import VARLEN_OPS
@@ -92,7 +92,7 @@ def hopper_cases() -> Iterator[Case]:
         yield Case(f"counted_{dim}", 2, 70, 130, device.query(0).num_sms, 1, dim, dim, "float16", causal=True)
 
 
-def dense_dq_dkv() -> list[tiles_sm90.WarpgroupDqDkvTile]:
+def dense_dq_dkv() -> list[tile_shapes_sm90.WarpgroupDqDkvTile]:
     """Returns the rows of kernels for one gradient that dense calls without mods take."""
     return [
         row for row in tiles_sm90.DQ_DKV if not tiles_sm90.choose_backward(row.head_dim, row.head_dim_v, 1.0, False)

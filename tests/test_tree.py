@@ -53,6 +53,7 @@ TESTED_ELSEWHERE = {
                     "reference/test_forward.py"),
     **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",
                     "variant")), "planning/test_planner.py"),
+    "planning/tile_shapes_sm90": "planning/test_tiles_sm90.py",
     **dict.fromkeys((f"planning/backward_{family}" for family in ("sm80", "sm90")), "planning/test_backward.py"),
     "mods/tracing/stand_ins": "mods/test_capture.py",
     **dict.fromkeys((f"mods/tracing/{name}" for name in ("operand", "array_tracer")), "mods/test_tracers.py"),

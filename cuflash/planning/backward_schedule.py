@@ -13,7 +13,7 @@ from .block_mask import is_block_sparse
 from .device import Device
 from .plan import MAX_GRID, blocks_of, heads_in_l2
 from .tile import FLOAT_BYTES
-from .tiles_sm90 import WarpgroupBackwardTile
+from .tile_shapes_sm90 import WarpgroupBackwardTile
 
 KEY_ROWS = 128  # keys of a key block on Hopper
 HEADS_IN_L2 = 16  # under a mask, key blocks of this many heads start together (longest blocks first, L34)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import UnsupportedError
@@ -84,11 +85,22 @@ def sm80_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
             Launch(variant("backward_dq", "sm80/backward_dq.cu", dq_tile, dq_code), heads * num_q_blocks, of_dq),
         ]
     else:
-        padded = {"splits": splits, "padded_dim": tile.head_dim, "padded_dim_v": tile.head_dim_v}
-        threads = workspace["dq_acc"] // ACC_OF_THREAD
-        threads += (workspace["dk_acc"] + workspace["dv_acc"]) // (splits * ACC_OF_THREAD)
         launches += [
             Launch(variant("backward", "sm80/backward.cu", tile, dkdv_code), num_blocks, keyed),
-            Launch(variant("convert", "portable/convert.cu"), blocks_of(threads, PORTABLE_THREADS), padded),
+            convert_launch(problem, device, workspace, tile.head_dim, tile.head_dim_v, splits),
         ]
     return make_plan(problem, device, *with_mask_tiles(problem, device, launches, workspace), fallback)
+
+
+def convert_launch(
+    problem: Problem, device: Device, workspace: Mapping[str, int], head_dim: int, head_dim_v: int, splits: int = 1
+) -> Launch:
+    """Returns the launch of convert, the last kernel of backward where thread blocks add to accumulators.
+
+    workspace: the floats of dq_acc, and of dk_acc and dv_acc if blocks share keys. head_dim, head_dim_v: of the tile.
+    """
+    threads = workspace["dq_acc"] // ACC_OF_THREAD
+    threads += (workspace.get("dk_acc", 0) + workspace.get("dv_acc", 0)) // (splits * ACC_OF_THREAD)
+    variant = make_variant(problem, device, "convert", "portable/convert.cu", accumulates=problem.op.accumulates)
+    padded = {"splits": splits, "padded_dim": head_dim, "padded_dim_v": head_dim_v}
+    return Launch(variant, blocks_of(threads, PORTABLE_THREADS), padded)

@@ -22,14 +22,14 @@ from .backward_schedule import (
     kv_heads_in_l2,
     listed_together,
 )
-from .backward_sm80 import ACC_OF_THREAD, ACC_ROWS
+from .backward_sm80 import ACC_ROWS, convert_launch
 from .block_mask import KeySteps, tile_counts_launch, with_mask_tiles
 from .delta import block_words, changes_weights, delta_launch, stats_rows_of
 from .device import Device
 from .mod_code import make_mod_code
 from .plan import Launch, Plan, TmaBox, blocks_of, make_plan, make_variant
-from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupDqDkvTile
-from .variant import PORTABLE_THREADS, Variant
+from .tile_shapes_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupDqDkvTile
+from .variant import Variant
 
 KEY_SHARES_WORDS = 4  # numbers of `KeyShares`, which divide the list of key blocks: common/visible_rows.cuh
 SORTED_WAVES = 2  # last waves of that list, in which the longest key blocks come first
@@ -123,12 +123,10 @@ def cluster_plan(problem: Problem, device: Device) -> Plan | None:
     }
     key_blocks, tma_boxes = count_key_blocks(problem, tile.block_k), _tma_boxes(problem, *tile.tma_rows)
     main = make_variant(problem, device, "backward", "sm90/backward_cluster/backward_cluster.cu", tile)
-    convert = make_variant(problem, device, "convert", "portable/convert.cu")
-    padded = {"splits": 1, "padded_dim": tile.head_dim, "padded_dim_v": tile.head_dim_v}
     launches = [
         delta_launch(problem, device, stats_rows, 1, padded_dim=tile.head_dim),
         Launch(main, tile.num_in_cluster * key_blocks, fields, tma_boxes),
-        Launch(convert, blocks_of(workspace["dq_acc"] // ACC_OF_THREAD, PORTABLE_THREADS), padded),
+        convert_launch(problem, device, workspace, tile.head_dim, tile.head_dim_v),
     ]
     return make_plan(problem, device, launches, workspace, num_work=key_blocks)
 

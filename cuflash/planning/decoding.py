@@ -16,8 +16,8 @@ from .device import Device
 from .mod_code import make_mod_code
 from .plan import MAX_GRID, Launch, Plan, TmaBox, blocks_of, make_plan, make_variant
 from .tile import FLOAT_BYTES
+from .tile_shapes_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile, decoding_tile
 from .tiles_sm80 import Tile
-from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile, decoding_tile
 from .variant import Variant
 
 # With so few queries a varlen sequence, and so few rows with all heads of a group, reading keys takes most of the time.

@@ -16,7 +16,7 @@ from .device import Device
 from .hopper import HOPPER, reason_against
 from .mod_code import ModCode, make_mod_code
 from .plan import Launch, Plan, TmaBox, blocks_of, heads_in_l2, make_plan, make_variant
-from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
+from .tile_shapes_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import Variant
 
 WIDE_HEAD = 128  # larger head dims are wide: kHasTail in kernels_cu/sm90/forward/varlen_scheduler.cuh

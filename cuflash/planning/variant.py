@@ -10,8 +10,8 @@ from ..locks import Once
 from ..problem.dtypes import DTYPES
 from ..problem.operands import DeltaRole
 from .mod_code import ModCode
+from .tile_shapes_sm90 import ClusterBackwardTile, WarpgroupBackwardTile, WarpgroupDqDkvTile, WarpgroupTile
 from .tiles_sm80 import BackwardTile, Tile
-from .tiles_sm90 import ClusterBackwardTile, WarpgroupBackwardTile, WarpgroupDqDkvTile, WarpgroupTile
 
 ALGORITHM_CODES = {"flash1": 1, "flash2": 2, "flashd": 3}
 PORTABLE_THREADS = 256

@@ -159,7 +159,9 @@ def cubin(variant: Variant) -> bytes:
 
 def compile_together(variants: Collection[Variant], ordinal: int) -> None:
     """Compiles the kernels of a call side by side, if several are in no cache. Their errors are left to `load`."""
-    missing = [v for v in dict.fromkeys(variants) if (v, ordinal) not in _kernels and not is_cached(v)]
+    missing = [variant for variant in dict.fromkeys(variants) if (variant, ordinal) not in _kernels]
+    if len(missing) > 1:  # the disk is not searched for one alone, as `load` does that
+        missing = [variant for variant in missing if not is_cached(variant)]
     if len(missing) < 2:
         return
     nvrtc_version()

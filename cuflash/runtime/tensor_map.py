@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..errors import UnsupportedError
 from ..planning.plan import TmaBox
-from ..planning.tiles_sm90 import PANEL_BYTES
+from ..planning.tile_shapes_sm90 import PANEL_BYTES
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import DTYPES
 from .driver import INVALID_VALUE, Function, failure, function

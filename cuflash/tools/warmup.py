@@ -84,8 +84,12 @@ def main(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
     archs = ", ".join(dict.fromkeys(device.arch for device in chosen))
     summary = f"{len(variants)} kernel{'' if len(variants) == 1 else 's'} for {archs}"
-    outcomes = {COMPILED: f"compiled in {seconds:.1f} s", THERE: "were there", FAILED: "failed"}
-    outcomes[UNUSABLE] = "replaced, as they must not run"
+    outcomes = {
+        COMPILED: f"compiled in {seconds:.1f} s",
+        THERE: "were there",
+        FAILED: "failed",
+        UNUSABLE: "replaced, as they must not run",
+    }
     if variants:
         summary += ": " + ", ".join(f"{counts[kind]} {words}" for kind, words in outcomes.items() if counts[kind])
         summary += f"; {folder}"

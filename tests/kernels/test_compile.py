@@ -16,7 +16,7 @@ from mod_variants import CALLS, few_variants, mod_variants
 from variants import DTYPES, SHARED_HEADS, TALL, variant_of, variants
 
 from cuflash.errors import CompileError, UnsupportedError
-from cuflash.planning import tiles_sm80, tiles_sm90
+from cuflash.planning import tile_shapes_sm90, tiles_sm80, tiles_sm90
 from cuflash.planning.device import DEVICES
 from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.dtypes import DTYPES as TABLE
@@ -35,7 +35,7 @@ GENERIC = {"aligned": False}  # on Hopper, where aligned calls take sm90 kernels
 CAPPED = {"softcap": 30.0}  # on Hopper, where softcap is compiled in
 PACKED = {"packed": True}
 SUMS = {"accumulate": True}
-HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
+HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tile_shapes_sm90.GRADIENTS)
 # (op, dtype, head_dim, head_dim_v, changes): one of each kernel.
 ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("forward", "bfloat16", 128, 128, {}),
@@ -237,8 +237,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
         if row.softcap in (None, capped):
             rows_of = [row, *map(row.for_varlen, (False, True))]
-            rows_of += [tiles_sm90.decoding_tile(row, *each) for each in product((False, True), repeat=3)]
-            rows_of.append(tiles_sm90.decoding_tile(row, paged=False, few=True, narrow=True, single=True))
+            rows_of += [tile_shapes_sm90.decoding_tile(row, *each) for each in product((False, True), repeat=3)]
+            rows_of.append(tile_shapes_sm90.decoding_tile(row, paged=False, few=True, narrow=True, single=True))
             expected |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None

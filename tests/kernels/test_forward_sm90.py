@@ -26,7 +26,7 @@ from hopper import (
 from libraries import poisoned
 
 import cuflash
-from cuflash.planning.tiles_sm90 import WarpgroupTile
+from cuflash.planning.tile_shapes_sm90 import WarpgroupTile
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.layouts import heads_first, host, laid_out, odd_rows, odd_start, reversed_keys, wide_rows
 

@@ -8,7 +8,7 @@ import pytest
 from hopper import MASKS, ON_HOPPER, assert_right, assert_same, case_of, check, every_kernel, every_tile, only, run
 
 import cuflash
-from cuflash.planning.tiles_sm90 import WarpgroupTile
+from cuflash.planning.tile_shapes_sm90 import WarpgroupTile
 from cuflash.testing import oracle
 from cuflash.testing.layouts import host
 

@@ -25,7 +25,7 @@ from hopper import (
 )
 from problems import need_memory
 
-from cuflash.planning.tiles_sm90 import WarpgroupTile
+from cuflash.planning.tile_shapes_sm90 import WarpgroupTile
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.layouts import host

@@ -21,7 +21,8 @@ from cuflash.planning.device import DEVICES
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan as make_plan
-from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, choose_backward
+from cuflash.planning.tile_shapes_sm90 import WarpgroupBackwardTile
+from cuflash.planning.tiles_sm90 import choose_backward
 from cuflash.planning.variant import Variant
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem

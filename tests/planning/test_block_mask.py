@@ -28,7 +28,7 @@ from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID
 from cuflash.planning.planner import plan as make_plan
 from cuflash.planning.tile import rounded_up
-from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, WarpgroupDqDkvTile
+from cuflash.planning.tile_shapes_sm90 import WarpgroupBackwardTile, WarpgroupDqDkvTile
 from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.mod_spec import make_mod_spec

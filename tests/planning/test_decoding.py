@@ -12,7 +12,7 @@ from cuflash.planning import decoding
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan
 from cuflash.planning.planner import plan as make_plan
-from cuflash.planning.tiles_sm90 import GROUP_ROWS
+from cuflash.planning.tile_shapes_sm90 import GROUP_ROWS
 from cuflash.planning.variant import Variant
 
 

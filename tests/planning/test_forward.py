@@ -14,7 +14,8 @@ from cuflash.planning.device import DEVICES
 from cuflash.planning.forward import L2_BYTES, LONG_PAIRS, MOST_TAIL_PARTS
 from cuflash.planning.plan import Launch
 from cuflash.planning.planner import plan as make_plan
-from cuflash.planning.tiles_sm90 import MOD_TILES, TILES, WORK_SLOTS, choose, choose_mod_tiles
+from cuflash.planning.tile_shapes_sm90 import WORK_SLOTS
+from cuflash.planning.tiles_sm90 import MOD_TILES, TILES, choose, choose_mod_tiles
 
 H100 = DEVICES["sm_90"]
 MANY = float("inf")

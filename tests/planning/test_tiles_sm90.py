@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 
 from cuflash.planning.device import DEVICES
-from cuflash.planning.tiles_sm90 import (
-    BACKWARD,
-    DQ_DKV,
-    GRADIENTS,
-    MOD_TILES,
-    TILES,
-    choose,
-    choose_backward,
-    choose_dq_dkv,
-)
+from cuflash.planning.tile_shapes_sm90 import GRADIENTS
+from cuflash.planning.tiles_sm90 import BACKWARD, DQ_DKV, MOD_TILES, TILES, choose, choose_backward, choose_dq_dkv
 
 MANY = float("inf")
 CAPPED = (False, True)

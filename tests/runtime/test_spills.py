@@ -1,4 +1,4 @@
-"""Hopper's kernels with score_mod or mask_mod do not run if they spill registers. Needs NVRTC but no GPU."""
+"""Hopper's kernels with score_mod or mask_mod, or in clusters, do not run if they spill registers. Needs NVRTC."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from plans import mod_problem
 
+from cuflash.__main__ import main
 from cuflash.errors import UnsupportedError
 from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Plan
@@ -107,3 +108,23 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
     monkeypatch.setattr(calls, "plan", lambda *_: make_plan(call, DEVICES["sm_90"]))
     with pytest.raises(compiler.SpilledError):  # planning ends
         calls._load_plan(call, 0)
+
+
+def test_warmup_replaces_a_kernel_that_must_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = list[Variant]()
+
+    def compile_variant(variant: Variant) -> tuple[bytes, str]:
+        compiled.append(variant)
+        return b"\x7fELF", SPILLS if variant.num_in_cluster > 1 else ""
+
+    monkeypatch.setattr(compiler, "compile_variant", compile_variant)
+    arguments = "--ops", "backward", "--dtypes", "float16", "--head-dims", "256", "--device", "sm_90"
+    assert main(["warmup", *arguments]) == 0
+    assert sum(variant.num_in_cluster > 1 for variant in compiled) == 1
+    assert {"backward_dq", "backward_dk", "backward_dv"} <= {variant.op for variant in compiled}
+    assert "1 replaced, as they must not run" in capsys.readouterr().out
+    count = len(compiled)
+    assert main(["warmup", *arguments]) == 0
+    assert len(compiled) == count

@@ -16,7 +16,8 @@ from plans import planned_with
 import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.planning import decoding, device, tiles_sm90
-from cuflash.planning.tiles_sm90 import TILES, WarpgroupTile
+from cuflash.planning.tile_shapes_sm90 import WarpgroupTile
+from cuflash.planning.tiles_sm90 import TILES
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case
 from cuflash.testing.layouts import host, laid_out

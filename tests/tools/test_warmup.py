@@ -395,24 +395,3 @@ def test_the_help_says_that_masks_are_no_matter(capsys: pytest.CaptureFixture[st
     assert "all masks, scales" in text
     for option in ("dtypes", "head-dims", "ops", "algorithms", "softcap", "deterministic", "device", "jobs"):
         assert f"--{option}" in text
-
-
-def test_a_kernel_that_must_not_run_gives_way_to_the_ones_that_calls_take(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spills = "ptxas info: 16 bytes stack frame, 12 bytes spill stores, 12 bytes spill loads"
-    compiled = list[Variant]()
-
-    def compile_variant(variant: Variant) -> tuple[bytes, str]:
-        compiled.append(variant)
-        return b"\x7fELF", spills if variant.num_in_cluster > 1 else ""
-
-    monkeypatch.setattr(compiler, "compile_variant", compile_variant)
-    arguments = "--ops", "backward", "--dtypes", "float16", "--head-dims", "256", "--device", "sm_90"
-    assert run(*arguments) == 0
-    assert sum(variant.num_in_cluster > 1 for variant in compiled) == 1
-    assert {"backward_dq", "backward_dk", "backward_dv"} <= {variant.op for variant in compiled}
-    assert "1 replaced, as they must not run" in capsys.readouterr().out
-    count = len(compiled)
-    assert run(*arguments) == 0
-    assert len(compiled) == count
