@@ -134,7 +134,9 @@ class Batch:
         contexts: list[int],
         dtype: Any = torch.float32,
         padding: int = 0,
+        heads: int = HEADS,
         heads_kv: int = HEADS_KV,
+        dim: int = DIM,
         device: str = "cpu",
     ) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -142,11 +144,11 @@ class Batch:
         self.lengths = [query + context for query, context in zip(queries, contexts, strict=True)]
         total, width = sum(queries), -(-max(self.lengths) // PAGE) + 1
         draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)  # noqa: E731
-        self.q = draw(total, HEADS, DIM)
-        self.k, self.v = ([draw(length, heads_kv, DIM) for length in self.lengths] for _ in range(2))
+        self.q = draw(total, heads, dim)
+        self.k, self.v = ([draw(length, heads_kv, dim) for length in self.lengths] for _ in range(2))
         count = len(queries)
         pages = torch.randperm(count * width + 1, generator=generator)[: count * width].reshape(count, width)
-        self.cache = torch.full((count * width + 1, heads_kv, PAGE, 2 * DIM), torch.nan, dtype=dtype, device=device)
+        self.cache = torch.full((count * width + 1, heads_kv, PAGE, 2 * dim), torch.nan, dtype=dtype, device=device)
         self.table = torch.cat([pages, pages.new_zeros(padding, width)]).to(torch.int32)
         zeros = [0] * padding
         starts = torch.tensor([0, *queries, *zeros]).cumsum(0, dtype=torch.int32)
@@ -198,8 +200,8 @@ class Batch:
         outs = []
         for q, k, v, context in zip(self.q.split(self.queries), self.k, self.v, self.contexts, strict=True):
             q, k, v = (x.cpu().double().transpose(0, 1) for x in (q, k, v))
-            k, v = (x.repeat_interleave(HEADS // len(x), dim=0) for x in (k, v))
-            s = q @ k.transpose(1, 2) * DIM**-0.5
+            k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
+            s = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
             s = cap * torch.tanh(s / cap) if cap else s
             i, j = torch.arange(q.shape[1])[:, None] + context, torch.arange(k.shape[1])
             s = s if slopes is None else s - torch.tensor(slopes)[:, None, None] * (i - j).abs()
@@ -215,9 +217,7 @@ def layer_of(**settings: Any) -> Implementation:
     return Implementation(HEADS, DIM, DIM**-0.5, HEADS_KV, **settings)
 
 
-def build_of(
-    ranks: int = 1, builder: type[Builder] = Builder, mode: Any = CUDAGraphMode.NONE, device: Any = "cpu"
-) -> Builder:
+def build_of(ranks: int = 1, mode: Any = CUDAGraphMode.NONE, device: Any = "cpu") -> Builder:
     """Returns a builder without an engine, whose graphs hold up to 16 tokens."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1, decode_context_parallel_size=ranks),
@@ -225,13 +225,7 @@ def build_of(
         compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=16),
         speculative_config=None,
     )
-    return builder(SimpleNamespace(dcp_sharded=True), ["layer"], config, torch.device(device))
-
-
-class Splitting(Builder):
-    """A builder of two calls for a mixed batch."""
-
-    splits_decodes = True
+    return Builder(SimpleNamespace(dcp_sharded=True), ["layer"], config, torch.device(device))
 
 
 def causal(i: Any, j: Any) -> Any:
@@ -243,12 +237,11 @@ SLOPES = [0.5, 0.25, 0.125, 0.0625]
 SINKS = torch.tensor([1.0, -1.0, 0.0, 2.0])
 
 
-@pytest.mark.parametrize("builder", [Builder, Splitting])
 @pytest.mark.parametrize("padding", [0, 2])
-def test_mixed_batch_has_windows_softcap_and_sinks(builder: type[Builder], padding: int, device: str) -> None:
+def test_mixed_batch_has_windows_softcap_and_sinks(padding: int, device: str) -> None:
     batch = Batch(*MIXED, padding=padding, device=device)
     impl = layer_of(sliding_window=6, logits_soft_cap=2.0, sinks=SINKS.to(device))
-    out = batch.run(impl, build_of(builder=builder, device=device))
+    out = batch.run(impl)
     expected = batch.expected(lambda i, j: (j <= i) & (i - j < 6), cap=2.0, sinks=SINKS)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
@@ -256,12 +249,10 @@ def test_mixed_batch_has_windows_softcap_and_sinks(builder: type[Builder], paddi
 def test_mixed_batch_is_split_where_prefills_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(implementation, "forward", lambda q, *args, **kwargs: calls.append((len(q), kwargs)))
-    Batch(*MIXED).run(layer_of(), build_of(builder=Splitting))
+    Batch(*MIXED).run(layer_of())
     assert [(rows, call["max_seqlen_q"]) for rows, call in calls] == [(2, 1), (10, 7)]
     assert [call["cu_seqlens_q"].tolist() for _, call in calls] == [[0, 1, 2], [0, 3, 10]]
-    calls.clear()
-    Batch(*MIXED).run(layer_of())
-    assert [(rows, call["max_seqlen_k"]) for rows, call in calls] == [(12, KEYS_STEP)]
+    assert [call["max_seqlen_k"] for _, call in calls] == [KEYS_STEP, KEYS_STEP]
 
 
 def test_layer_of_bfloat16_and_alibi(device: str) -> None:
@@ -290,6 +281,42 @@ def test_cross_attention_sees_all_keys_of_the_encoder(device: str) -> None:
     batch = Batch([2, 5], [9, 12], device=device)
     out = batch.run(layer_of(attn_type=AttentionType.ENCODER_DECODER), causal=False)
     torch.testing.assert_close(out.double(), batch.expected(lambda i, j: (i + j) >= 0), atol=1e-5, rtol=0)
+
+
+# New tokens and lengths of the batches in vLLM's tests/v1/attention/test_attention_backends.py.
+VLLM_BATCHES = {
+    "small_decode": ([1, 1], [32, 40]),
+    "small_prefill": ([8, 8], [32, 40]),
+    "mixed_small": ([1, 1, 5, 5], [32, 40, 48, 56]),
+    "medium_decode": ([1] * 8, [128, 256, 512, 1024] * 2),
+    "medium_prefill": ([16] * 4, [256, 512, 1024, 2048]),
+    "mixed_medium": ([1, 1, 1, 7, 7, 7], [512, 1024, 2048] * 2),
+    "large_decode": ([1] * 32, [2048] * 32),
+    "large_prefill": ([32] * 8, [4096] * 8),
+    "mixed_large": ([1, 1, 1, 32, 32, 32], [1024, 2048, 4096] * 2),
+    "single_decode": ([1], [1024]),
+    "single_prefill": ([64], [1024]),
+    "small_encoder_prefill": ([32, 64, 128, 256], [32, 64, 128, 256]),
+    "medium_encoder_prefill": ([256, 512, 1024, 2048], [256, 512, 1024, 2048]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("name", VLLM_BATCHES)
+def test_gpu_batch_of_vllms_own_tests(name: str, window: int | None) -> None:
+    queries, lengths = VLLM_BATCHES[name]
+    contexts = [length - query for query, length in zip(queries, lengths, strict=True)]
+    batch = Batch(queries, contexts, torch.bfloat16, heads=32, heads_kv=8, dim=128, device="cuda")
+    is_encoder = "encoder" in name
+    impl = Implementation(
+        32, 128, 128**-0.5, 8, sliding_window=window,
+        attn_type=AttentionType.ENCODER_ONLY if is_encoder else AttentionType.DECODER,
+    )  # fmt: skip
+    out = batch.run(impl, causal=not is_encoder)
+    far = torch.inf if window is None else window
+    visible = (lambda i, j: (i - j).abs() < far) if is_encoder else (lambda i, j: (j <= i) & (i - j < far))
+    torch.testing.assert_close(out.double(), batch.expected(visible), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("contexts", [[20, 0, 1, 5], [0, 0, 0, 0]])
@@ -344,9 +371,8 @@ def test_batch_invariance_asks_for_equal_bits(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_graphs_are_captured_with_open_bounds() -> None:
-    assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
-    assert Splitting.get_cudagraph_support(None, None) == AttentionCGSupport.UNIFORM_BATCH
-    batch, builder = Batch(*MIXED), build_of(mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport.UNIFORM_BATCH
+    batch, builder = Batch([1, 1], [20, 0]), build_of(mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     data = builder.build_for_cudagraph_capture(batch.common)
     assert data.max_seq_len is builder.build(0, batch.common).max_seq_len is None  # also in the run before a capture
     assert builder.build(0, batch.common.replace(num_actual_tokens=17)).max_seq_len == KEYS_STEP

@@ -111,11 +111,14 @@ class Implementation(AttentionImpl[Metadata]):
             return output
         causal = attn_metadata.causal
         for part in attn_metadata.parts():
+            q, out = query, output
+            if part.tokens != slice(query.shape[0]):  # a slice takes 2 us of the host
+                q, out = query[part.tokens], output[part.tokens]
             forward(
-                query[part.tokens],
+                q,
                 k,
                 v,
-                out=output[part.tokens],
+                out=out,
                 cu_seqlens_q=part.query_start_loc,
                 seqused_k=part.seq_lens,
                 page_table=part.block_table,
@@ -156,8 +159,9 @@ class Implementation(AttentionImpl[Metadata]):
                 f"kv_cache has shape {tuple(shape)}, but CUFLASH reads (pages, {self.num_kv_heads} kv heads, page "
                 f"size, {2 * self.head_size} for a key and a value) as in vLLM 0.32; install this version"
             )
-        pages = kv_cache.transpose(1, 2)
-        return pages[..., : self.head_size], pages[..., self.head_size :]
+        # Takes 2 us less of the host than two slices.
+        k, v = kv_cache.transpose(1, 2).split_with_sizes((self.head_size, shape[3] - self.head_size), -1)
+        return k, v
 
     def _window(self, causal: bool) -> tuple[int, int]:
         left, right = self.sliding_window
