@@ -14,8 +14,11 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 FUNCTIONS = frozenset(("score_mod", "mask_mod", "bias"))
 INDEXED = FUNCTIONS | {"dropout_p"}  # arguments that depend on indices
 # Scores of one head that a GPU computes while its link carries a row of one head in 16 bits, of equal head dims: 4 dim
-# operations of 722 TFLOP/s beside 2 dim bytes of 300 GB/s (H200).
+# operations of 721 TFLOP/s beside 2 dim bytes of 300 GB/s (H200).
 SCORES_PER_ROW = 1200
+# And while a ring's step after the first takes 0.3 ms more than its products, at head dim 128: small calls, and work of
+# the host. On two H200 it took 0.27 to 0.55 ms with documents of 4k tokens.
+SCORES_PER_STEP = 4e8
 
 
 def ulysses_lacks(heads_q: int, ranks: int) -> str | None:
@@ -86,7 +89,6 @@ def _times(layout: Layout, window: Window, heads_q: int, heads_kv: int, by_ulyss
         "gather": max(work[rank] + row * num_fetched(layout, rank, window) for rank in ranks),
         "ulysses": sum(work) / layout.ranks + rows * by_ulysses * SCORES_PER_ROW,
         # Keys travel beside each step's kernel but the last.
-        "ring": max(
-            max(local[rank], sent) + max(work[rank] - local[rank], (layout.ranks - 2) * sent) for rank in ranks
-        ),
+        "ring": (layout.ranks - 1) * SCORES_PER_STEP
+        + max(max(local[rank], sent) + max(work[rank] - local[rank], (layout.ranks - 2) * sent) for rank in ranks),
     }

@@ -75,7 +75,7 @@ def test_a_scheme_is_chosen_by_options_and_bytes(call: dict[str, Any], scheme: s
     assert choose(Layout(4096, 4), **arguments) == scheme
 
 
-SHORT, LONG = [*range(0, 65537, 512)], [0, 10, 65536]
+SHORT, LONG, LONGER = [*range(0, 65537, 512)], [0, 10, 65536], [0, 10, 1 << 20]
 
 
 @pytest.mark.parametrize(("bounds", "call", "scheme"), [
@@ -83,8 +83,8 @@ SHORT, LONG = [*range(0, 65537, 512)], [0, 10, 65536]
     (SHORT, {"mods": ("score_mod",)}, "ulysses"), (SHORT, {"mods": ("bias",), "bias_shape": (1, 65536)}, "gather"),
     (SHORT, {"mods": ("bias",), "bias_shape": (8, 1, 1)}, "ulysses"),
     (SHORT, {"mods": ("dropout_p",), "heads_q": 6, "not_by_ring": INDEXED}, "gather"),
-    (LONG, {}, "ulysses"), (LONG, {"heads_q": 6, "heads_kv": 1}, "ring"),
-    (LONG, {"heads_q": 16, "heads_kv": 1}, "ring"),
+    (LONG, {}, "ulysses"), (LONG, {"heads_q": 6, "heads_kv": 1}, "gather"),
+    (LONGER, {"heads_q": 6, "heads_kv": 1}, "ring"), (LONGER, {"heads_q": 16, "heads_kv": 1}, "ring"),
     ([0, 16384, *range(16384, 65537, 4096)], {"kind": "contiguous"}, "ulysses"),  # one rank has most of the work
 ])  # fmt: skip
 def test_packed_documents_are_fetched_where_that_takes_less_time(

@@ -29,10 +29,12 @@ NUM_SMS = named(ARCH).num_sms
 ITEMSIZE = 2
 REFERENCE_ROWS, REFERENCE_HEADS = 16384, 16  # of the full call whose rate a cluster has
 LAUNCH_SECONDS = 5e-6
+# Bytes of memory to convert, pack and add up an element of a gathered key's gradient.
+RETURNED_BYTES = 10.0
 # Cost of a tile beyond its steps, in steps: first loads and the store; and the masked steps, which a causal call adds.
-# They fit the recorded rates of the H200 within 7 % from 1k to 16k rows, and 12 % at 512.
-TILE_STEPS = {"forward": 1.1, "backward": 0.5}
-MASKED_STEPS = 1.0
+# They fit the recorded rates of the H200 within 5 % from 1k to 16k rows, and 8 % at 512.
+TILE_STEPS = {"forward": 0.9, "backward": 0.5}
+MASKED_STEPS = 0.8
 # Bytes of memory for each element of out in backward: delta reads out and dout, dq in float32 is cleared and converted.
 BACKWARD_BYTES = 14.0
 SAMPLED_RANKS = 8
@@ -49,8 +51,8 @@ class Cluster(NamedTuple):
     host. alpha: seconds before the first byte. held_sms: SMs that a transfer holds.
     """
 
-    forward: float = 722e12
-    backward: float = 617e12
+    forward: float = 721e12
+    backward: float = 605e12
     memory: float = 4.2e12
     within: float = 300e9
     between: float = 50e9
@@ -246,7 +248,11 @@ def gather_seconds(cluster: Cluster, layout: Layout, mask: Window, heads: Heads,
             Part(piece.local[1] - piece.local[0], piece.keys[1] - piece.keys[0], piece.q_index - piece.k_index)
             for piece in pieces_of(layout, rank, mask)
         )
-        copied = 2 * row_bytes * sum(part.keys for part in parts) / cluster.memory  # read and written
+        keys = sum(part.keys for part in parts)
+        copied = 2 * row_bytes * keys / cluster.memory  # read and written
+        if op == "backward":  # keys are fetched again; their gradients travel home in float32
+            transfer *= 1 + 4 / ITEMSIZE
+            copied += RETURNED_BYTES / ITEMSIZE * row_bytes * keys / cluster.memory
         seconds.append(transfer + copied + kernel_seconds(cluster, op, heads, mask, parts))
     return max(seconds)
 
