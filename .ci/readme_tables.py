@@ -183,17 +183,20 @@ def ranks(gpu: str) -> str:
     return table(("problem", "", "forward", "both passes"), lines)
 
 
-def ranks_in_words() -> str:
-    """Returns shares of one GPU's rate under a causal mask, beside PyTorch's, and the GPUs."""
+def best_ranks() -> str:
+    """Returns a table of shares of one GPU's rate, by problem: of the best scheme, and of PyTorch."""
     gpu = shown("ranks")
-    content, parts = read(gpu, "ranks"), []
-    for problem, op in {(row["problem"], row["op"]): None for row in content["rows"] if "causal" in row["problem"]}:
-        some = [row for row in content["rows"] if (row["problem"], row["op"]) == (problem, op)]
-        ours, theirs = (max(row["share"] for row in some if row["ours"] is is_ours) for is_ours in (True, False))
-        _, tokens, _ = problem.split(", ")
-        passes = "both passes" if op == "both" else op
-        parts.append(f"{tokens} a GPU, {passes}: {ours:.2f} (PyTorch's context_parallel {theirs:.2f})")
-    return f"{'; '.join(parts)}; on {content['ranks']} {card(gpu, 'ranks')}"
+    content = read(gpu, "ranks")
+    lines = []
+    for problem in dict.fromkeys(row["problem"] for row in content["rows"]):
+        line = [problem]
+        for op, is_ours in ((op, is_ours) for op in ("forward", "both") for is_ours in (True, False)):
+            shares = [row["share"] for row in content["rows"]
+                      if (row["problem"], row["op"], row["ours"]) == (problem, op, is_ours)]  # fmt: skip
+            line.append(f"{max(shares):.2f}" if shares else "–")
+        lines.append(line)
+    head = f"{content['ranks']} {card(gpu, 'ranks')}, tokens a GPU", "forward", "PyTorch", "both passes", "PyTorch"
+    return table(head, lines)
 
 
 def lengths(rows: Rows) -> list[int]:
@@ -398,7 +401,7 @@ PLACES: dict[str, Callable[[], str]] = {
     "host": partial(host_times, "cuflash {op}"),
     "host of FlashAttention-4": partial(host_times, "FlashAttention-4"),
     "host of PyTorch": partial(host_times, "torch flash"),
-    "ranks": ranks_in_words,
+    "ranks": best_ranks,
     "speed": speeds,
     "compiled": partial(first_calls, "cold"),
     "loaded": partial(first_calls, "disk"),
