@@ -362,6 +362,23 @@ def test_ranks_that_share_a_cache_have_the_results_of_one(contexts: list[int], m
     run_threads(run, ranks)
 
 
+def test_views_of_a_cache_end_with_it_and_follow_a_new_one() -> None:
+    batch, impl = Batch(*MIXED), layer_of()
+    outs = [batch.run(impl)]
+    views = [impl._views(batch.cache)[0]]
+    assert impl._views(batch.cache)[0] is views[0]
+    batch.cache = batch.cache.clone()  # the old one ends
+    assert impl._pages is None
+    outs.append(batch.run(impl))
+    views.append(impl._views(batch.cache)[0])
+    assert views[0].data_ptr() != views[1].data_ptr() == batch.cache.data_ptr()
+    batch.cache = batch.cache.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a key side by side
+    with torch.inference_mode():
+        outs.append(batch.run(impl))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
 def test_batch_invariance_asks_for_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     calls: list[Any] = []
