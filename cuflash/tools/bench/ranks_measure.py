@@ -9,13 +9,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import random
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,53 +22,23 @@ from rich import box
 from rich.table import Table
 
 from ... import units
-from ...distributed.choice import choose, ulysses_lacks
-from ...distributed.layout import Kind, Layout
-from ...distributed.torch import attention
+from ...distributed.choice import choose
+from ...distributed.layout import Layout
 from ...errors import ProblemError
 from ...frameworks.torch import attention as whole_attention
 from .. import info
 from . import table
 from .check import LEAST_NORM, MAX_ERROR
-from .measure import Seconds, reason
+from .measure import reason
+from .ranks_contenders import Attention, Contender, find, mask_of
 from .ranks_model import Cluster, shares
 from .ranks_problems import OPS, ROWS, Heads, Work, kinds, selected
+from .ranks_timing import SMALL_BYTES, Call, Machine, in_turns, links
 
-TURN_SECONDS, MOST_CALLS, LEAST_CALLS = 0.1, 32, 2
 TIMEOUT = timedelta(seconds=120)  # of a collective whose other ranks have failed
-LINK_BYTES, SMALL_BYTES = 1 << 27, 1 << 10
-SLEEP = 20_000_000  # cycles, about 10 ms
 # A longer forward on one GPU is replaced by the rows of one rank, with their time multiplied by the work.
 MOST_FLOPS = 3e14
 ROWS_AT_ONCE = 4096
-Call = Callable[[], Any]
-Attention = Callable[[Any, Any, Any], Any]  # out of q, k and v
-
-
-class Machine(NamedTuple):
-    """This process: its rank, the number of ranks, and the device and dtype of tensors."""
-
-    rank: int
-    ranks: int
-    device: Any
-    dtype: Any
-
-    @property
-    def on_gpu(self) -> bool:
-        """True if each rank has a GPU."""
-        return bool(self.device.type == "cuda")
-
-    def reduced(self, values: list[float], op: Any) -> list[float]:
-        """Returns the maximum, minimum or sum of each number over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op)
-        reduced: list[float] = tensor.tolist()
-        return reduced
-
-    def synchronize(self) -> None:
-        """Waits for the GPU."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
 
 
 class Problem(NamedTuple):
@@ -84,16 +51,6 @@ class Problem(NamedTuple):
     def shards(self, layout: Layout, rank: int) -> list[Any]:
         """Returns this rank's rows of q, k, v and dout."""
         return [layout.shard(x, 1, rank) for x in self.whole]
-
-
-class Contender(NamedTuple):
-    """A way to compute a rank's rows. scheme: of cuflash, else ""; scope: the context in which calls run."""
-
-    name: str
-    kind: Kind
-    make: Callable[[Work, Layout], Attention]
-    scheme: str = ""
-    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def main(options: argparse.Namespace, cluster: Cluster) -> int:
@@ -112,7 +69,7 @@ def main(options: argparse.Namespace, cluster: Cluster) -> int:
         content |= {"links": links(machine), "missing": {}, "rows": []}
         fast = cluster._replace(within=content["links"]["shift"], alpha=content["links"]["alpha"])
         for work, ops in works:
-            contenders, missing = _contenders(work, machine, options.quick)
+            contenders, missing = find(work, machine, options.quick)
             content["missing"] |= missing
             content["rows"] += measured(machine, fast, work, ops, contenders, options.rounds)
             if machine.rank == 0:
@@ -165,113 +122,6 @@ def _works(options: argparse.Namespace, machine: Machine) -> list[tuple[Work, tu
     forward_only = works[-1] if options.quick and len(rows) > 1 else None
     some = selected([*dict.fromkeys(works)], options.only)
     return [(work, both[:1] if work == forward_only else both) for work in some]
-
-
-def links(machine: Machine) -> dict[str, float]:
-    """Measures bytes a second that a rank sends, by the ring's shift and all-to-all, and seconds of a small shift.
-
-    Small shifts are enqueued while the GPU sleeps: without that, the host's time would be measured.
-    """
-    n, rank = machine.ranks, machine.rank
-    to_next, from_last = [0] * n, [0] * n
-    speeds: dict[str, float] = {}
-    for name, num_bytes in (("alpha", SMALL_BYTES), ("shift", LINK_BYTES if machine.on_gpu else 1 << 18)):
-        count = num_bytes // n * n
-        sent = torch.zeros(count, dtype=torch.uint8, device=machine.device)
-        received = torch.empty_like(sent)
-        to_next[(rank + 1) % n] = from_last[(rank - 1) % n] = count
-        calls: dict[str, Call] = {
-            name: partial(dist.all_to_all_single, received, sent, from_last, to_next),
-            "all_to_all": partial(dist.all_to_all_single, received, sent),
-        }
-        for call in calls.values():
-            call()
-        if name == "alpha":
-            small = _seconds(machine, calls[name], MOST_CALLS, ahead=True)
-            (speeds[name],) = machine.reduced([median(small)], dist.ReduceOp.MAX)
-            continue
-        seconds = in_turns(machine, calls, {}, 3)
-        speeds[name] = seconds[name].median
-    return {
-        "alpha": speeds["alpha"],
-        "shift": count / speeds["shift"],
-        "all_to_all": count * max(n - 1, 1) / n / seconds["all_to_all"].median,
-        "bytes": count,
-    }
-
-
-def _contenders(work: Work, machine: Machine, quick: bool | None) -> tuple[list[Contender], dict[str, str]]:
-    """Returns the contenders for a problem, and reasons why others are missing."""
-    chosen = choose(work.layout(machine.ranks), work.mask, work.heads.q, work.heads.kv)
-    layouts: tuple[Kind, ...] = ("zigzag", work.kind) if work.kind != "zigzag" else ("zigzag",)
-    some = [("ring", layouts[0]), ("ulysses", layouts[0]), *(("gather", kind) for kind in layouts)]
-    if quick:
-        some = [(scheme, kind) for scheme, kind in some if scheme != "gather" or work.mask.left is not None
-                or work.mean_document is not None]  # fmt: skip
-    contenders, missing = [], {}
-    for scheme, kind in some:
-        if scheme == "ulysses" and (lack := ulysses_lacks(work.heads.q, machine.ranks)):
-            missing[f"{scheme}, {work.name}"] = lack
-            continue
-        contenders.append(Contender(f"cuflash {scheme}, {kind}", kind, partial(_ours, scheme), scheme))
-    if chosen not in {contender.scheme for contender in contenders}:
-        contenders.append(Contender(f"cuflash {chosen}, {work.kind}", work.kind, partial(_ours, chosen), chosen))
-    if work.window is None and work.mean_document is None:
-        for add in (_context_parallel, _ring_flash_attention):
-            try:
-                contenders += add(work, machine)
-            except Exception as error:  # errors of these imports depend on their compiler packages
-                missing[add.__name__.strip("_")] = reason(error)
-    return contenders, missing
-
-
-def _mask(work: Work) -> dict[str, Any]:
-    return {"causal": True} if work.window is None else {"window_size": (work.window, 0)}
-
-
-def _ours(scheme: Any, work: Work, layout: Layout) -> Attention:
-    return partial(attention, layout=layout, scheme=scheme, **_mask(work))
-
-
-def _sdpa(work: Work, layout: Layout) -> Attention:
-    def call(q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = work.heads.q != work.heads.kv
-        sdpa = torch.nn.functional.scaled_dot_product_attention  # read here: context_parallel replaces it
-        return sdpa(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-
-    return call
-
-
-def _context_parallel(work: Work, machine: Machine) -> list[Contender]:
-    """Returns PyTorch's ring, whose load balancer has the rows of "zigzag"."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    mesh = init_device_mesh(machine.device.type, (machine.ranks,))
-
-    @contextmanager
-    def scope(backend: Any) -> Iterator[None]:
-        some = torch.zeros(work.rows * machine.ranks, device=machine.device)  # it needs a buffer, and shards it
-        with ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(backend))
-            stack.enter_context(context_parallel(mesh, buffers=[some], buffer_seq_dims=[0], no_restore_buffers={some}))
-            yield
-
-    return [
-        Contender(f"torch context_parallel, {name}", "zigzag", _sdpa, scope=partial(scope, backend))
-        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION))
-    ]
-
-
-def _ring_flash_attention(work: Work, machine: Machine) -> list[Contender]:
-    from ring_flash_attn import zigzag_ring_flash_attn_func
-
-    def make(work: Work, layout: Layout) -> Attention:
-        return partial(zigzag_ring_flash_attn_func, causal=True)
-
-    return [Contender("ring-flash-attention", "zigzag", make)]
 
 
 def measured(
@@ -328,11 +178,11 @@ def prepared(machine: Machine, work: Work, backward: bool) -> Problem:
 def _alone(machine: Machine, work: Work) -> Attention:
     """Returns a function that computes the whole problem, or the first rows of one sequence, on this GPU."""
     if work.mean_document is None:
-        return partial(whole_attention, **_mask(work))
+        return partial(whole_attention, **mask_of(work))
     bounds = work.layout(machine.ranks).cu_seqlens
     tensor, longest = torch.tensor(bounds, dtype=torch.int32, device=machine.device), max(np.diff(bounds).tolist())
     lengths = {"cu_seqlens_q": tensor, "cu_seqlens_k": tensor, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return lambda q, k, v: whole_attention(q[0], k[0], v[0], **lengths, **_mask(work))[None]
+    return lambda q, k, v: whole_attention(q[0], k[0], v[0], **lengths, **mask_of(work))[None]
 
 
 def run(function: Attention, arrays: list[Any], backward: bool) -> list[Any]:
@@ -400,64 +250,6 @@ def row_errors(results: list[Any], expected: list[Any]) -> list[float]:
             largest = max(largest, float(ratio.max()) if ratio.numel() else 0.0)
         errors.append(largest)
     return errors
-
-
-def in_turns(
-    machine: Machine,
-    calls: Mapping[str, Call],
-    scopes: Mapping[str, Callable[[], AbstractContextManager[Any]]],
-    rounds: int,
-    local: Mapping[str, Any] | None = None,
-) -> dict[str, Seconds]:
-    """Measures seconds of each call, one turn in every round. local: calls that count with the mean of the ranks.
-
-    Each turn begins with a barrier, and its second half counts, when clocks no longer depend on the turn before.
-    """
-
-    def turn(name: str, count: int) -> list[float]:
-        with scopes.get(name, nullcontext)():
-            return _seconds(machine, calls[name], count)
-
-    turn_seconds = TURN_SECONDS if machine.on_gpu else 0.0
-    about = {name: turn(name, 2)[1] for name in calls}
-    longest = dict(zip(about, machine.reduced([*about.values()], dist.ReduceOp.MAX), strict=True))
-    counts = {
-        name: min(max(math.ceil(turn_seconds / max(x, 1e-6)), LEAST_CALLS), MOST_CALLS) for name, x in longest.items()
-    }
-    shuffled, readings = random.Random(0), {name: list[float]() for name in calls}
-    for _ in range(rounds):
-        for name in shuffled.sample([*calls], len(calls)):
-            readings[name] += turn(name, counts[name])[counts[name] // 2 :]
-    seconds = {}
-    for name, values in readings.items():
-        is_local = name in (local or {})
-        together = machine.reduced(values, dist.ReduceOp.SUM if is_local else dist.ReduceOp.MAX)
-        seconds[name] = Seconds.from_readings([x / machine.ranks if is_local else x for x in together])
-    return seconds
-
-
-def _seconds(machine: Machine, call: Call, count: int, ahead: bool = False) -> list[float]:
-    """Returns seconds of each of several calls after a barrier of all ranks.
-
-    ahead: True to let the host enqueue them before the GPU begins.
-    """
-    dist.barrier()
-    if not machine.on_gpu:
-        times = [time.perf_counter()]
-        for _ in range(count):
-            call()
-            times.append(time.perf_counter())
-        return np.diff(times).tolist()
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    if ahead:
-        torch.cuda._sleep(SLEEP)
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return [1e-3 * events[i].elapsed_time(events[i + 1]) for i in range(count)]
 
 
 def _line(rows: list[dict[str, Any]], work: Work) -> str:
