@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from functools import cache
@@ -375,6 +376,9 @@ def test_views_of_a_cache_end_with_it_and_follow_a_new_one() -> None:
     batch.cache = batch.cache.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a key side by side
     with torch.inference_mode():
         outs.append(batch.run(impl))
+    assert copy.deepcopy(impl)._pages is None  # copied views would be of other memory
+    batch.cache.set_(torch.zeros_like(batch.cache))
+    assert impl._views(batch.cache)[1].data_ptr() == batch.cache[..., DIM:].data_ptr()
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 

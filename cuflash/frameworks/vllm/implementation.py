@@ -158,8 +158,9 @@ class Implementation(AttentionImpl[Metadata]):
 
         Making them takes 7 us of the host. They hold the memory of the cache, but not its tensor, whose end ends them.
         """
-        if self._pages is not None and self._pages[0]() is kv_cache:
-            return self._pages[1]
+        known = self._pages  # read once: another thread may replace it
+        if known is not None and known[1][0].data_ptr() == kv_cache.data_ptr() and known[0]() is kv_cache:
+            return known[1]
         shape = kv_cache.shape
         if len(shape) != 4 or shape[1] != self.num_kv_heads or shape[3] <= self.head_size:
             raise ProblemError(
@@ -179,6 +180,10 @@ class Implementation(AttentionImpl[Metadata]):
 
     def _forget_pages(self, _: Any) -> None:
         self._pages = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what copies of the layer hold: no views, as these would be of copied memory."""
+        return self.__dict__ | {"_pages": None}
 
     def _window(self, causal: bool) -> tuple[int, int]:
         left, right = self.sliding_window
