@@ -140,6 +140,8 @@ class TorchLibrary(GpuLibrary):
                 f"the storage of a tensor of shape {tuple(array.shape)} has {size} bytes, but its elements need "
                 f"{needed}; give it its memory back (it was resized, as FSDP does between uses)"
             )
+        if not array.numel():  # has no memory, and NumPy before 2.4 takes a null pointer for none given
+            return np.empty(tuple(array.shape), numpy_dtype(dtype))
         place = {
             "version": 3,
             "data": (array.data_ptr(), False),

@@ -187,6 +187,15 @@ def test_a_tensor_whose_storage_is_too_small_is_refused(size: int) -> None:
         cuflash.forward(x, cut, x)
 
 
+@pytest.mark.parametrize("shapes", [((1, 0, 4, 16), (1, 8, 2, 16)), ((1, 3, 4, 16), (1, 0, 2, 16))])
+def test_tensors_without_elements_give_rows_of_zeros(shapes: tuple[tuple[int, ...], ...]) -> None:
+    q, k = (torch.ones(shape) for shape in shapes)
+    out, lse = cuflash.forward(q, k, k, return_lse=True)
+    assert out.shape == q.shape
+    assert not (out != 0).any() or k.numel()
+    assert lse.shape == (1, 4, q.shape[1])
+
+
 def test_a_view_of_numpy_keeps_its_tensor() -> None:
     tensor = torch.full((1000,), 3.0)
     array = TorchLibrary().to_numpy(tensor)

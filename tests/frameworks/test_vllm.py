@@ -21,7 +21,20 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm_layers import (
+    DIM,
+    HEADS,
+    LAYER,
+    MIXED,
+    SINKS,
+    SLOPES,
+    Batch,
+    build_of,
+    causal,
+    layer_of,
+    write_rows,
+)
 
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks.serving import KEYS_STEP
@@ -31,7 +44,6 @@ from cuflash.frameworks.vllm.metadata import Builder
 
 ENGINE = ROOT / "tests" / "support" / "vllm_engine.py"
 MODELS = ("qwen3", "mistral", "gpt_oss", "bert", "gemma2")
-HEADS, HEADS_KV, DIM, PAGE = 4, 2, 16, 8
 
 
 @pytest.fixture(scope="module")
@@ -107,135 +119,11 @@ def test_selection_on_gpus_takes_the_backend_or_names_the_reason() -> None:
     assert error.endswith("['head_size not supported']")
 
 
-def write_rows(
-    key: Any, value: Any, k: Any, v: Any, slots: Any, kv_cache_dtype: str, k_scale: Any, v_scale: Any
-) -> None:
-    """Writes rows to their slots, as vLLM's kernel does."""
-    rows = (slots >= 0).nonzero()[:, 0]
-    page, row = slots[rows] // k.shape[1], slots[rows] % k.shape[1]
-    k[page, row], v[page, row] = key[rows], value[rows]
-
-
 @pytest.fixture(autouse=True)
 def without_vllms_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces vLLM's write to a cache on a GPU where its compiled kernels are missing."""
     if not hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
         monkeypatch.setattr(implementation, "reshape_and_cache_flash", write_rows)
-
-
-LAYER = SimpleNamespace(_k_scale=None, _v_scale=None)  # vLLM's module of a layer
-
-
-class Batch:
-    """Sequences with a context in pages and new tokens, and the attention that they have."""
-
-    def __init__(
-        self,
-        queries: list[int],
-        contexts: list[int],
-        dtype: Any = torch.float32,
-        padding: int = 0,
-        heads: int = HEADS,
-        heads_kv: int = HEADS_KV,
-        dim: int = DIM,
-        device: str = "cpu",
-    ) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.queries, self.contexts = queries, contexts
-        self.lengths = [query + context for query, context in zip(queries, contexts, strict=True)]
-        total, width = sum(queries), -(-max(self.lengths) // PAGE) + 1
-        draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)  # noqa: E731
-        self.q = draw(total, heads, dim)
-        self.k, self.v = ([draw(length, heads_kv, dim) for length in self.lengths] for _ in range(2))
-        count = len(queries)
-        pages = torch.randperm(count * width + 1, generator=generator)[: count * width].reshape(count, width)
-        self.cache = torch.full((count * width + 1, heads_kv, PAGE, 2 * dim), torch.nan, dtype=dtype, device=device)
-        self.table = torch.cat([pages, pages.new_zeros(padding, width)]).to(torch.int32)
-        zeros = [0] * padding
-        starts = torch.tensor([0, *queries, *zeros]).cumsum(0, dtype=torch.int32)
-        positions = [range(context, length) for context, length in zip(contexts, self.lengths, strict=True)]
-        new_slots = [self.slot(b, j) for b, part in enumerate(positions) for j in part]
-        seq_lens = torch.tensor([*self.lengths, *zeros], dtype=torch.int32)
-        self.common = CommonAttentionMetadata(
-            query_start_loc=starts.to(device),
-            query_start_loc_cpu=starts,
-            seq_lens=seq_lens.to(device),
-            num_reqs=count + padding,
-            num_actual_tokens=total,
-            max_query_len=max(queries),
-            max_seq_len=max(self.lengths),
-            block_table_tensor=self.table.to(device),
-            slot_mapping=torch.tensor(new_slots, device=device),
-            seq_lens_cpu_upper_bound=seq_lens,
-        )
-
-    def slot(self, b: int, j: int) -> int:
-        return int(self.table[b, j // PAGE]) * PAGE + j % PAGE
-
-    def fill(self, impl: Implementation, positions: Any = None) -> None:
-        """Writes the context, or other positions, to the cache; and slots of -1, which are left out."""
-        for b, context in enumerate(self.contexts):
-            rows = list(range(context)) if positions is None else positions[b]
-            slots = torch.tensor([self.slot(b, i if positions else j) for i, j in enumerate(rows)] + [-1])
-            k, v = (torch.cat([x[b][rows], x[b][:1]]) for x in (self.k, self.v))
-            impl.do_kv_cache_update(LAYER, k, v, self.cache, slots.to(self.cache.device))
-
-    def new(self) -> tuple[Any, Any]:
-        """Returns keys and values of the new tokens, packed."""
-        k, v = (torch.cat([x[b][n:] for b, n in enumerate(self.contexts)]) for x in (self.k, self.v))
-        return k, v
-
-    def run(self, impl: Implementation, builder: Builder | None = None, **changes: Any) -> Any:
-        """Runs a layer on the batch, whose new keys are written first."""
-        builder = builder or build_of(device=self.cache.device)
-        data = builder.build(0, self.common.replace(**changes))
-        k, v = self.new()
-        self.fill(impl)
-        impl.do_kv_cache_update(LAYER, k, v, self.cache, data.slot_mapping)
-        out = torch.full_like(self.q, torch.nan)
-        assert impl.forward(LAYER, self.q, k, v, self.cache, data, out) is out
-        return out.cpu()
-
-    def expected(self, visible: Any, cap: float = 0, sinks: Any = None, slopes: Any = None) -> Any:
-        """Returns attention in float64. visible: a function of query positions and key positions."""
-        outs = []
-        for q, k, v, context in zip(self.q.split(self.queries), self.k, self.v, self.contexts, strict=True):
-            q, k, v = (x.cpu().double().transpose(0, 1) for x in (q, k, v))
-            k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
-            s = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
-            s = cap * torch.tanh(s / cap) if cap else s
-            i, j = torch.arange(q.shape[1])[:, None] + context, torch.arange(k.shape[1])
-            s = s if slopes is None else s - torch.tensor(slopes)[:, None, None] * (i - j).abs()
-            s = s.masked_fill(~visible(i, j), -torch.inf)
-            if sinks is not None:
-                s = torch.cat([s, sinks.cpu().double()[:, None, None].expand(-1, s.shape[1], 1)], dim=2)
-            outs.append((s.softmax(dim=2)[..., : k.shape[1]] @ v).transpose(0, 1))
-        return torch.cat(outs)
-
-
-def layer_of(**settings: Any) -> Implementation:
-    """Returns the attention of a layer."""
-    return Implementation(HEADS, DIM, DIM**-0.5, HEADS_KV, **settings)
-
-
-def build_of(ranks: int = 1, mode: Any = CUDAGraphMode.NONE, device: Any = "cpu") -> Builder:
-    """Returns a builder without an engine, whose graphs hold up to 16 tokens."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1, decode_context_parallel_size=ranks),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
-        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=16),
-        speculative_config=None,
-    )
-    return Builder(SimpleNamespace(dcp_sharded=True), ["layer"], config, torch.device(device))
-
-
-def causal(i: Any, j: Any) -> Any:
-    return j <= i
-
-
-MIXED = ([1, 1, 3, 7], [20, 0, 9, 5])  # decode steps, a speculated chain or chunk, and another chunk
-SLOPES = [0.5, 0.25, 0.125, 0.0625]
-SINKS = torch.tensor([1.0, -1.0, 0.0, 2.0])
 
 
 @pytest.mark.parametrize("padding", [0, 2])
@@ -369,14 +257,19 @@ def test_views_of_a_cache_end_with_it_and_follow_a_new_one() -> None:
     views = [impl._views(batch.cache)[0]]
     assert impl._views(batch.cache)[0] is views[0]
     batch.cache = batch.cache.clone()  # the old one ends
-    assert impl._pages is None
+    assert impl._views_of_cache is None
     outs.append(batch.run(impl))
     views.append(impl._views(batch.cache)[0])
     assert views[0].data_ptr() != views[1].data_ptr() == batch.cache.data_ptr()
     batch.cache = batch.cache.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a key side by side
     with torch.inference_mode():
         outs.append(batch.run(impl))
-    assert copy.deepcopy(impl)._pages is None  # copied views would be of other memory
+    assert copy.deepcopy(impl)._views_of_cache is None  # copied views would be of other memory
+    with torch.inference_mode():
+        impl._views(batch.cache)
+    batch.fill(impl)  # writes outside of it
+    batch.cache.transpose_(1, 2).transpose_(1, 2).resize_(batch.cache.shape[0] - 1, *batch.cache.shape[1:])
+    assert len(impl._views(batch.cache)[0]) == len(batch.cache)
     batch.cache.set_(torch.zeros_like(batch.cache))
     assert impl._views(batch.cache)[1].data_ptr() == batch.cache[..., DIM:].data_ptr()
     assert torch.equal(outs[0], outs[1])
@@ -398,7 +291,9 @@ def test_graphs_are_captured_with_open_bounds() -> None:
     assert data.max_seq_len is builder.build(0, batch.common).max_seq_len is None  # also in the run before a capture
     assert builder.build(0, batch.common.replace(num_actual_tokens=17)).max_seq_len == KEYS_STEP
     assert build_of(mode=CUDAGraphMode.PIECEWISE).build(0, batch.common).max_seq_len == KEYS_STEP
+    data.parts()
     other = builder.update_block_table(data, batch.table + 1, batch.common.slot_mapping)
+    assert other.parts()[0].block_table is other.block_table
     assert (other.block_table - data.block_table == 1).all()
     assert other.seq_lens is data.seq_lens is batch.common.seq_lens
     ranks = build_of(mode=CUDAGraphMode.FULL)
@@ -488,6 +383,9 @@ def test_calls_refuse_with_a_reason() -> None:
         layer_of(kv_cache_dtype="fp8")
     with pytest.raises(UnsupportedError, match="head_size is 512"):
         Implementation(1, 512, 1.0)
-    impl = layer_of(sliding_window=3)
-    with pytest.raises(UnsupportedError, match="a sliding window, but with decode context"):
-        impl._check_ranks()
+    for settings, name in [
+        ({"sliding_window": 3}, "a sliding window"), ({"attn_type": AttentionType.ENCODER_DECODER}, "cross attention"),
+        ({"kv_sharing_target_layer_name": "0"}, "the cache of another layer"),
+    ]:  # fmt: skip
+        with pytest.raises(UnsupportedError, match=f"{name}, but with decode context"):
+            layer_of(**settings)._check_ranks()

@@ -71,7 +71,7 @@ class Implementation(AttentionImpl[Metadata]):
         left = -1 if sliding_window is None else sliding_window - 1
         self.sliding_window = (left, 0 if left >= 0 and attn_type == AttentionType.DECODER else left)
         self._is_encoder = attn_type in _ENCODERS
-        self._pages: tuple[ref[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None  # of `_views`
+        self._views_of_cache: tuple[ref[torch.Tensor], Any, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._options: dict[str, Any] = {"softmax_scale": self.scale, "softcap": self.logits_soft_cap}
         if envs.VLLM_BATCH_INVARIANT:
             self._options["split_size"] = SPLIT_SIZE
@@ -157,33 +157,38 @@ class Implementation(AttentionImpl[Metadata]):
         """Returns keys and values (pages, page size, kv heads, head dim) of a cache. They are made once for a cache.
 
         Making them takes 7 us of the host. They hold the memory of the cache, but not its tensor, whose end ends them.
+        A cache that changed in place has new ones.
         """
-        known = self._pages  # read once: another thread may replace it
-        if known is not None and known[1][0].data_ptr() == kv_cache.data_ptr() and known[0]() is kv_cache:
-            return known[1]
-        shape = kv_cache.shape
+        shape, strides, address = kv_cache.shape, kv_cache.stride(), kv_cache.data_ptr()
+        views = self._views_of_cache  # read once: another thread may replace it
+        if views is not None and views[0]() is kv_cache and views[1] == (shape, strides, address):
+            return views[2]
         if len(shape) != 4 or shape[1] != self.num_kv_heads or shape[3] <= self.head_size:
             raise ProblemError(
                 f"kv_cache has shape {tuple(shape)}, but CUFLASH reads (pages, {self.num_kv_heads} kv heads, page "
                 f"size, {2 * self.head_size} for a key and a value) as in vLLM 0.32; install this version"
             )
-        page, head, row, element = kv_cache.stride()
+        page, head, row, element = strides
 
         def part(begin: int, end: int) -> torch.Tensor:
             offset = kv_cache.storage_offset() + begin * element
             size = shape[0], shape[2], shape[1], end - begin
             return kv_cache.new_empty(0).set_(kv_cache.untyped_storage(), offset, size, (page, row, head, element))
 
-        views = part(0, self.head_size), part(self.head_size, shape[3])
-        self._pages = ref(kv_cache, self._forget_pages), views
-        return views
+        with torch.inference_mode(False):  # writes may run in another mode than the first call
+            k, v = part(0, self.head_size), part(self.head_size, shape[3])
+        layer = ref(self)
 
-    def _forget_pages(self, _: Any) -> None:
-        self._pages = None
+        def forget(_: Any) -> None:
+            if (this := layer()) is not None:
+                this._views_of_cache = None
+
+        self._views_of_cache = ref(kv_cache, forget), (shape, strides, address), (k, v)
+        return k, v
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what copies of the layer hold: no views, as these would be of copied memory."""
-        return self.__dict__ | {"_pages": None}
+        return self.__dict__ | {"_views_of_cache": None}
 
     def _window(self, causal: bool) -> tuple[int, int]:
         left, right = self.sliding_window
@@ -219,6 +224,12 @@ class Implementation(AttentionImpl[Metadata]):
             name = "ALiBi" if self.sliding_window[0] < 0 else "a sliding window"
             raise UnsupportedError(
                 f"the layer has {name}, but with decode context parallelism the keys of a rank are not neighbours; set "
+                "--decode-context-parallel-size 1"
+            )
+        if self.attn_type == AttentionType.ENCODER_DECODER or self.kv_sharing_target_layer_name is not None:
+            kind = "cross attention" if self.kv_sharing_target_layer_name is None else "the cache of another layer"
+            raise UnsupportedError(
+                f"the layer has {kind}, but with decode context parallelism it needs its own keys of new tokens; set "
                 "--decode-context-parallel-size 1"
             )
         config = get_current_vllm_config_or_none()

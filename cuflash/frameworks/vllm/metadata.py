@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
         """Returns metadata of the same batch in another cache group."""
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        other = copy(metadata)  # also of classes that vLLM derives, which have other arguments
+        other.block_table, other.slot_mapping, other._parts = blk_table, slot_mapping, None
+        return other
 
     def _in_graph(self, common: Any) -> bool:
         """True if a full graph may hold such a batch: captures and the runs before them, which compile, then agree."""

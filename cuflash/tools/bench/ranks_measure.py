@@ -7,6 +7,7 @@ Contenders take turns. Every kernel compiles in the checks, before any time is r
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -99,6 +100,7 @@ def _group() -> Iterator[Machine]:
         yield Machine(dist.get_rank(), dist.get_world_size(), device, dtype)
         dist.barrier()
     finally:
+        gc.collect()  # a graph in the traceback of a failed contender may hold the group, and gloo then aborts
         dist.destroy_process_group()
 
 
