@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,8 +73,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     calls take 0.68 to 0.82 of the time of one. So full graphs hold uniform batches alone.
     """
 
-    supports_update_block_table = True
-
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         parallel = vllm_config.parallel_config
@@ -120,12 +117,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         else:
             self._split(metadata, common)
         return metadata
-
-    def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
-        """Returns metadata of the same batch in another cache group."""
-        other = copy(metadata)  # also of classes that vLLM derives, which have other arguments
-        other.block_table, other.slot_mapping, other._parts = blk_table, slot_mapping, None
-        return other
 
     def _in_graph(self, common: Any) -> bool:
         """True if a full graph may hold such a batch: captures and the runs before them, which compile, then agree."""
