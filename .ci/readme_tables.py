@@ -6,7 +6,6 @@ examples/guide, figures are between `<!-- NAME -->` and `<!-- end -->`; the othe
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import textwrap
@@ -88,7 +87,7 @@ def accuracy_in_words() -> str:
 
 def installed(stack: str, kind: str = "bytes", unit: str = "MB") -> str:
     """Returns the size of a stack that pip downloads or installs. kind: the name of a column of the file."""
-    rows = json.loads((RESULTS / "install.json").read_text("utf-8"))["rows"]
+    rows = read("", "install")["rows"]
     size = next(row[kind] for row in rows if row["stack"] == stack)
     return f"{size / 1e6:.0f} MB" if unit == "MB" else f"{size / 1e9:.1f} GB"
 

@@ -189,7 +189,7 @@ def calls(gpu: str) -> str:
 
 def install() -> str:
     """Returns a table of megabytes that pip downloads and installs."""
-    rows = json.loads((RESULTS / "install.json").read_text("utf-8"))["rows"]
+    rows = read("", "install")["rows"]
     kinds = {"bytes": "downloads", "bytes_beside_torch": "beside PyTorch", "bytes_on_disk": "on disk"}
     lines = [[row["stack"], *(f"{row[kind] / 1e6:,.0f}" for kind in kinds)] for row in rows]
     return table(("MB", *kinds.values()), lines)

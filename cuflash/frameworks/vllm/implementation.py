@@ -168,15 +168,9 @@ class Implementation(AttentionImpl[Metadata]):
                 f"kv_cache has shape {tuple(shape)}, but CUFLASH reads (pages, {self.num_kv_heads} kv heads, page "
                 f"size, {2 * self.head_size} for a key and a value) as in vLLM 0.32; install this version"
             )
-        page, head, row, element = strides
-
-        def part(begin: int, end: int) -> torch.Tensor:
-            offset = kv_cache.storage_offset() + begin * element
-            size = shape[0], shape[2], shape[1], end - begin
-            return kv_cache.new_empty(0).set_(kv_cache.untyped_storage(), offset, size, (page, row, head, element))
-
         with torch.inference_mode(False):  # writes may run in another mode than the first call
-            k, v = part(0, self.head_size), part(self.head_size, shape[3])
+            pages = kv_cache.new_empty(0).set_(kv_cache).transpose(1, 2)
+            k, v = pages[..., : self.head_size], pages[..., self.head_size :]
         layer = ref(self)
 
         def forget(_: Any) -> None:
