@@ -21,6 +21,8 @@ from .exchange import exchange
 from .layout import Layout
 from .ops import by_op, is_between_graphs
 
+_MODULE: Any = sys.modules[__name__]  # for `tensors.uncompiled`
+
 
 class DistributedOptions(TypedDict, total=False):
     """Keywords of `attention` except return_lse."""
@@ -191,7 +193,7 @@ def attention(
     }  # fmt: skip
     if torch.compiler.is_dynamo_compiling() and is_between_graphs(keywords):
         # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
-        call_outside: Any = sys.modules[__name__].uncompiled_attention
+        call_outside: Any = _MODULE.uncompiled_attention
         results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = call_outside(q, k, v, **keywords)
         return results
     if is_dtensor(q):

@@ -190,6 +190,38 @@ def test_invalid_inputs_are_refused_before_anything_runs() -> None:
         cuflash.forward(q, k, v)
 
 
+# Each time the compiler hashes the name of this module, another module is added, as by an import.
+MORE_MODULES = """
+import sys
+from types import ModuleType
+
+import torch
+
+from cuflash.frameworks.torch import attention
+
+
+class Name(str):
+    def __hash__(self):
+        sys.modules[f"more {len(sys.modules)}"] = ModuleType("more")
+        return super().__hash__()
+
+
+sys.modules[Name("changing")] = ModuleType("changing")
+x, bounds = torch.randn(8, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+CALLS = {
+    "mods": lambda x: attention(x[None], x[None], x[None], score_mod=lambda s, b, h, i, j: s - (i - j).abs()),
+    "check": lambda x: attention(x, x, x, cu_seqlens_q=bounds, cu_seqlens_k=bounds, check=True),
+}
+call = CALLS[sys.argv[1]]
+assert torch.equal(torch.compile(call, backend="eager")(x), call(x))
+"""
+
+
+@pytest.mark.parametrize("call", ["mods", "check"])
+def test_modules_may_be_imported_while_a_call_is_compiled(call: str) -> None:
+    run_python("-c", MORE_MODULES, call)
+
+
 def test_any_strides_and_expanded_gradients(device: str) -> None:
     tensors = random_qkv(device)
     swapped = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors)

@@ -43,6 +43,7 @@ from .mods import interval, later_mod_kwargs
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+_MODULE: Any = sys.modules[__name__]  # for `tensors.uncompiled`
 
 
 class SchedulerMetadata(NamedTuple):
@@ -408,7 +409,7 @@ def _masked(causal: Any, window_size: Any) -> tuple[bool, Any, dict[str, Any]]:
     # The sides' signs choose the call, and an array in a graph has no values; scalars are guarded by value.
     is_unread = torch.compiler.is_dynamo_compiling() and isinstance(window_size, (torch.Tensor, np.ndarray))
     # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
-    window = (sys.modules[__name__].uncompiled_window_of if is_unread else window_of)(window_size)
+    window = (_MODULE.uncompiled_window_of if is_unread else window_of)(window_size)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         check_window(window)  # which raises
     left, right = window

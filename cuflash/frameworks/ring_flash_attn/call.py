@@ -20,6 +20,8 @@ from ..torch import check_tensor
 from ..torch.tensors import uncompiled
 from .rows import link_of, stripes_of
 
+_MODULE: Any = sys.modules[__name__]  # for `tensors.uncompiled`
+
 
 def attend(
     layout_of: Callable[[torch.Tensor, Any], Layout],
@@ -35,7 +37,7 @@ def attend(
     """
     if torch.compiler.is_dynamo_compiling():
         # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
-        return sys.modules[__name__].uncompiled_attend(layout_of, axes, tensors, shared, is_striped)
+        return _MODULE.uncompiled_attend(layout_of, axes, tensors, shared, is_striped)
     dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group = shared
     if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
         shown = dropout_p if isinstance(dropout_p, (int, float)) else kind_of(dropout_p)

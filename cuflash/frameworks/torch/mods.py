@@ -40,6 +40,7 @@ _NO_OP = (
     "record; {way}"
 )
 _UNCOMPILED = "attention with score_mod, mask_mod, block_mask, bias, sinks or dropout_p runs"
+_MODULE: Any = sys.modules[__name__]  # for `tensors.uncompiled`
 
 
 def mod_attention(
@@ -60,7 +61,7 @@ def mod_attention(
     """
     if torch.compiler.is_dynamo_compiling():
         # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
-        call_outside: Any = sys.modules[__name__].uncompiled_mod_attention
+        call_outside: Any = _MODULE.uncompiled_mod_attention
         results: tuple[torch.Tensor, torch.Tensor] = call_outside(
             q, k, v, mod_args, dropout_seed, keywords, deterministic, varlen_args, out_axes
         )

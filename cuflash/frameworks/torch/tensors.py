@@ -78,6 +78,8 @@ def uncompiled(name: str, module: dict[str, Any], function: Callable[..., Any], 
     """Serves `__getattr__` of a module: returns `function`, disabled, under the name `uncompiled_<function>`.
 
     module: the globals of the module. The function is built once the compiler reads the name: it imports the compiler.
+    Callers read it from a global that holds the module. In `sys.modules[...]` the compiler would read all modules, and
+    fail if an import adds one meanwhile.
     """
     if name != f"uncompiled_{function.__name__}":
         raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")

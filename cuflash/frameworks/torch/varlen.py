@@ -14,6 +14,8 @@ from ...problem.options import check_flag, options_key
 from ...runtime.device_integers import check_on_device
 from .tensors import check_tensor, is_faking, is_transformed, is_transforming, uncompiled
 
+_MODULE: Any = sys.modules[__name__]  # for `tensors.uncompiled`
+
 
 def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
     """Raises unless lengths or indices are int32, or None where they are not required."""
@@ -34,7 +36,7 @@ def check_values(
         return
     if torch.compiler.is_dynamo_compiling():
         # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
-        sys.modules[__name__].uncompiled_check_values(check, q, k, v, varlen_args, keywords)
+        _MODULE.uncompiled_check_values(check, q, k, v, varlen_args, keywords)
         return
     operands = (q, k, v, *varlen_args)
     if _is_traced(operands):
