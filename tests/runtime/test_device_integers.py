@@ -133,6 +133,7 @@ def test_gpu_wrong_integers_are_refused_and_right_ones_taken(cupy: Any) -> None:
     right, wrong = (cupy.asarray(np.array(x, "i4")) for x in ([0, 30, 64], [30, 34]))
     call = {"cu_seqlens_q": right, "cu_seqlens_k": right}
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()  # the stream does not wait for the default stream
     with stream:
         out, lse = cuflash.forward(q, q, q, **call, return_lse=True, check=True)
         assert bool((out == 1.0).all())
@@ -149,6 +150,7 @@ def test_gpu_wrong_integers_are_refused_and_right_ones_taken(cupy: Any) -> None:
 def test_gpu_check_is_refused_in_a_capture_which_goes_on(cupy: Any) -> None:
     cache, new, used = cupy.zeros((1, 8, 2, 64), "f2"), cupy.ones((1, 1, 2, 64), "f2"), cupy.zeros(1, "i4")
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
     with stream:
         cuflash.append_kv(cache, cache.copy(), new, new, used, check=True)
         values = cache.copy()

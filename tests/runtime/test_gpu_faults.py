@@ -102,6 +102,7 @@ def test_torch_memory_that_runs_out_costs_nothing_else() -> None:
 def test_a_refused_call_within_a_capture_leaves_the_capture_intact(cupy: Any) -> None:
     dout, q, k, v, *_ = states()
     out, expected = cupy.zeros_like(q), cuflash.forward(q, k, v, causal=True)
+    cupy.cuda.Device().synchronize()  # the stream below does not wait for the default stream
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         cuflash.forward(q, k, v, causal=True, out=out)

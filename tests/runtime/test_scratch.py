@@ -93,6 +93,7 @@ def test_gpu_scratch_is_allocated_once_a_gpu_even_within_a_capture(cupy: Any, mo
     monkeypatch.setattr(device_memory, "_scratch", {})
     stream = cupy.cuda.Stream(non_blocking=True)
     x = cupy.zeros(8, "f4")
+    cupy.cuda.Device().synchronize()  # the stream does not wait for the default stream
     with stream:
         stream.begin_capture()
         x += 1
@@ -135,6 +136,7 @@ def test_gpu_calls_that_share_it_do_not_disturb_each_other(cupy: Any) -> None:
     lengths = (300, 4096, 9000, 1500)
     shapes = ([(1, 1, 8, 64), (1, n, 2, 64), (1, n, 2, 64)] for n in lengths)
     arrays = [[random.standard_normal(shape, "f4").astype("f2") for shape in each] for each in shapes]
+    cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         expected = [cuflash.forward(*each) for each in arrays]
         stream.synchronize()
